@@ -20,11 +20,11 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
-        "gattn.huggingface needs transformers 4.53 or later, which has the registries of attention functions and masks: "
+        "gattn.huggingface needs transformers 4.53 or later, which has registries of attention functions and masks: "
         "pip install 'gattn[huggingface]'."
     ) from error
 
-from gattn.huggingface.attention import IGNORED, attention
+from gattn.huggingface.function import IGNORED, attention
 from gattn.huggingface.masks import GraphMask, graph_mask
 from gattn.huggingface.swapped import graph
 

@@ -35,8 +35,12 @@ class Pattern(NamedTuple):
 
     def and_(self, other: Pattern) -> Pattern:
         """The pairs that both let through."""
-        nearest = [min((x for x in ends if x is not None), default=None) for ends in zip(self[:2], other[:2])]
-        return Pattern(*nearest, self.chunks + other.chunks, self.texts + other.texts)
+
+        def nearest(*ends: int | None) -> int | None:
+            return min((end for end in ends if end is not None), default=None)
+
+        left, right = nearest(self.left, other.left), nearest(self.right, other.right)
+        return Pattern(left, right, self.chunks + other.chunks, self.texts + other.texts)
 
 
 class Plan(NamedTuple):
@@ -296,7 +300,7 @@ class GraphMask:
 
     def _blocks(self, pattern: Pattern, num_sources: int) -> Tensor | None:
         """The number of the block of each source, `[B, M]`, ascending in each text; `None` if there is one."""
-        numbers = [text[:, : num_sources] for text in pattern.texts]
+        numbers = [text[:, :num_sources] for text in pattern.texts]
         for size, padding in pattern.chunks:
             position = torch.arange(self.first, self.first + num_sources, device=self.device)[None]
             position = position if padding is None else position - padding[:, None]
@@ -346,9 +350,9 @@ def _operator(name: str) -> Callable[..., Any]:
     return compute
 
 
-for _symbol in ("and", "or", "xor", "add", "sub", "mul", "radd", "rsub", "rmul", "rand", "ror", "eq", "ne", "gt", "lt"):
+_SYMBOLS = "and or xor add sub mul rand ror rxor radd rsub rmul invert eq ne gt lt"
+for _symbol in _SYMBOLS.split():
     setattr(GraphMask, f"__{_symbol}__", _operator(f"__{_symbol}__"))
-GraphMask.__invert__ = _operator("__invert__")  # type: ignore[attr-defined]
 GraphMask.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

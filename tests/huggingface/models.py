@@ -8,6 +8,7 @@ import copy
 import functools
 import re
 import sys
+import textwrap
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import transformers
-
-import gattn.huggingface
 
 TOKENS, TEXTS = 11, 3
 EXPERTS = "mixture of experts"
@@ -53,16 +52,22 @@ class Row:
     config: dict = field(default_factory=dict, hash=False)
 
 
+def each(names, row):
+    return dict.fromkeys(names.split(), row)
+
+
 ENCODERS = {
-    **dict.fromkeys("bert roberta distilbert albert electra camembert ernie esm layoutlm xlm-roberta".split(), Row("encoder")),
+    **each("bert roberta distilbert albert electra camembert ernie esm layoutlm xlm-roberta", Row("encoder")),
     "eurobert": Row("encoder", "grouped heads, rotary"),
     "modernbert": Row("encoder", "sliding on both sides", {"local_attention": 6, "global_attn_every_n_layers": 2}),
 }
 DECODERS = {
-    **dict.fromkeys("llama qwen2 qwen3 gemma phi phi3 olmo2 cohere stablelm granite smollm3 glm".split(), Row("decoder", "grouped heads")),
-    **dict.fromkeys("gpt2 gpt_neox opt gpt_bigcode biogpt".split(), Row("decoder")),
-    **dict.fromkeys("mistral starcoder2 cohere2 gemma3_text olmo3 exaone4".split(), Row("decoder", "sliding")),
-    **dict.fromkeys("mixtral qwen2_moe qwen3_moe olmoe phimoe".split(), Row("decoder", EXPERTS)),
+    **each(
+        "llama qwen2 qwen3 gemma phi phi3 olmo2 cohere stablelm granite smollm3 glm", Row("decoder", "grouped heads")
+    ),
+    **each("gpt2 gpt_neox opt gpt_bigcode biogpt", Row("decoder")),
+    **each("mistral starcoder2 cohere2 gemma3_text olmo3 exaone4", Row("decoder", "sliding")),
+    **each("mixtral qwen2_moe qwen3_moe olmoe phimoe", Row("decoder", EXPERTS)),
     "gptj": Row("decoder", "", {"rotary_dim": 4}),
     "gemma2": Row("decoder", "sliding, capped", {"attn_logit_softcapping": 2.0}),
     "gpt_oss": Row("decoder", f"sliding, sinks, {EXPERTS}"),
@@ -71,15 +76,15 @@ DECODERS = {
     "deepseek_v3": Row("decoder", f"latent: values of another size, {EXPERTS}", {**LATENT, "n_shared_experts": 1}),
 }
 PAIRS = {
-    **dict.fromkeys("t5 mt5 umt5 longt5".split(), Row("pair", "relative buckets")),
-    **dict.fromkeys("bart mbart marian pegasus m2m_100 blenderbot".split(), Row("pair")),
+    **each("t5 mt5 umt5 longt5", Row("pair", "relative buckets")),
+    **each("bart mbart marian pegasus m2m_100 blenderbot", Row("pair")),
 }
 OTHERS = {
-    **dict.fromkeys("vit deit dinov2 ijepa".split(), Row("image")),
-    **dict.fromkeys("clip_vision_model siglip_vision_model".split(), Row("image")),
+    **each("vit deit dinov2 ijepa", Row("image")),
+    **each("clip_vision_model siglip_vision_model", Row("image")),
     "clip_text_model": Row("encoder", "causal", {"eos_token_id": 49}),
     "audio-spectrogram-transformer": Row("spectrogram", "", {"num_mel_bins": 16, "max_length": 32}),
-    **dict.fromkeys("wav2vec2 hubert".split(), Row("sound", "", SPEECH)),
+    **each("wav2vec2 hubert", Row("sound", "", SPEECH)),
     "whisper": Row("listener", "", {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64}),
 }
 TABLE = ENCODERS | DECODERS | PAIRS | OTHERS
@@ -285,7 +290,9 @@ def without_registry():
     folder, found = Path(transformers.__file__).parent / "models", []
     for path in sorted(folder.glob("*/modeling_*.py")):
         text = path.read_text()
-        if "ALL_ATTENTION_FUNCTIONS" not in text and re.search(r"softmax\([^)]*dim=-1|scaled_dot_product_attention", text):
+        if "ALL_ATTENTION_FUNCTIONS" not in text and re.search(
+            r"softmax\([^)]*dim=-1|scaled_dot_product_attention", text
+        ):
             found.append(path.parent.name)
     return sorted(set(found))
 
@@ -306,12 +313,46 @@ def cell(name, check):
     return "✓"
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface_models.md"
+TEXT = """# Hugging Face models on gattn
+
+`python -m tests.huggingface.models` makes this page with transformers {version}. Each model is a tiny random one in
+float64, compared with itself under `eager` attention: outputs and gradients of all parameters to within 1e-9, the same
+tokens from `generate`, weights to within 1e-9. Compiled means without a break of the graph, checkpointed with gradient
+checkpointing; bfloat16 says that the error under autocast is that of `eager`, at most 1.5 times. Cells with "–" have no
+meaning for the model, and "no" is explained below.
+
+{table}
+
+{explained}
+## Models with attention of their own
+
+These do not ask transformers' registry for their attention, and keep it whatever implementation is named:
+{others}.
+"""
+
+
+def write(cells):
+    """The page, from the cells of each model."""
+    header = ["model", "traits", *CHECKS]
+    rows = [header, ["---"] * len(header), *([name, TABLE[name].traits, *row] for name, row in cells.items())]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    reasons = "".join(f"- {name}, {check}: {reason}.\n" for (name, check), reason in EXPLAINED.items())
+    others = textwrap.fill(", ".join(without_registry()), 125, break_on_hyphens=False)
+    PAGE.write_text(TEXT.format(version=transformers.__version__, table=table, explained=reasons, others=others))
+
+
 def main():
+    """Runs the cells of the named models or checks; all of them make the page."""
     transformers.logging.set_verbosity_error()
     names = [name for name in sys.argv[1:] if name in TABLE] or list(TABLE)
-    checks = [check for check in sys.argv[1:] if check in CHECKS] or CHECKS
+    checks = [check for check in sys.argv[1:] if check in CHECKS] or list(CHECKS)
+    cells = {}
     for name in names:
-        print(name, *[cell(name, check) for check in checks], flush=True)
+        cells[name] = [cell(name, check) for check in checks]
+        print(name, *cells[name], flush=True)
+    if (names, checks) == (list(TABLE), list(CHECKS)):
+        write(cells)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,10 @@ def test_no_tensor_of_all_pairs():
 def test_caches():
     """A static cache's unwritten slots are seen by nobody; a sliding one starts later."""
     query, key, value = drawn(length=3, sources=10)
-    for offset, first, function in ((4, 0, masking_utils.causal_mask_function), (9, 2, masking_utils.sliding_window_causal_mask_function(5))):
+    for offset, first, function in (
+        (4, 0, masking_utils.causal_mask_function),
+        (9, 2, masking_utils.sliding_window_causal_mask_function(5)),
+    ):
         mask = gattn.huggingface.graph_mask(2, 3, 10, offset, first, function)
         assert mask.pattern is not None
         out, weights = attention(Layer(), query, key, value, mask, output_attentions=True)
@@ -191,7 +194,11 @@ def test_arguments():
     same(out, plainly(*tensors, causal, sinks=sinks), [*tensors, sinks])
     per_head = torch.randn(4, dtype=torch.double, requires_grad=True)
     whole = per_head[:, None, None].expand(2, 4, N, 1)
-    same(attention(layer, *tensors, None, s_aux=per_head)[0], plainly(*tensors, causal, sinks=whole), [*tensors, per_head])
+    same(
+        attention(layer, *tensors, None, s_aux=per_head)[0],
+        plainly(*tensors, causal, sinks=whole),
+        [*tensors, per_head],
+    )
     factor = torch.tensor([0.0, 1.0, 0.5, 2.0])
     out = attention(layer, *tensors, None, head_mask=factor[None, :, None, None])[0]
     same(out, plainly(*tensors, causal) * factor[:, None], tensors)
@@ -203,7 +210,11 @@ def test_arguments():
     out = attention(layer, *one, None, cu_seq_lens_q=torch.tensor([0, 5, 12]), max_length_q=7)[0]
     same(out, plainly(*one, causal & (of_text[:, None] == of_text)), one)
     scale = torch.tensor(0.3, dtype=torch.double, requires_grad=True)
-    same(attention(layer, *tensors, None, scale)[0], plainly(query * (scale * 6**0.5), key, value, causal), [*tensors, scale])
+    same(
+        attention(layer, *tensors, None, scale)[0],
+        plainly(query * (scale * 6**0.5), key, value, causal),
+        [*tensors, scale],
+    )
     with pytest.raises(ValueError, match="passes block_indices"):
         attention(layer, *tensors, None, block_indices=indices)
 

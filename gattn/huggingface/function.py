@@ -6,7 +6,8 @@ Dimensions: B texts, N targets, M sources, H heads, C channels.
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,12 +199,12 @@ def _attends_to_itself(module: Module, mask: Any, num_targets: int, num_sources:
         return True
     if num_targets != num_sources:
         return False
-    return getattr(module, "is_decoder", True) is False or _takes_one_sequence(type(module))
+    return getattr(module, "is_decoder", True) is False or _takes_one_sequence(type(module).forward)
 
 
-@lru_cache(maxsize=None)
-def _takes_one_sequence(cls: type[Module]) -> bool:
-    return set(inspect.signature(cls.forward).parameters) <= _OWN
+@cache
+def _takes_one_sequence(forward: Callable[..., Any]) -> bool:
+    return set(inspect.signature(forward).parameters) <= _OWN
 
 
 def _refuse(module: Module, where: str, given: dict[str, Any], *names: str) -> None:
@@ -226,7 +227,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, plan: Any, options: dict[
 
     batch, n = query.shape[:2]
     tensors = chosen(query, plan.targets), chosen(key, plan.sources), chosen(value, plan.sources)
-    out = attend(*tensors, plan.graph, **options)
+    out: Tensor = attend(tensors[0], tensors[1], tensors[2], plan.graph, **options)
     if plan.targets is not None:
         out = out.new_zeros(batch * n, *out.shape[1:]).index_copy(0, plan.targets, out)
     return out.unflatten(0, (batch, n))
@@ -252,5 +253,5 @@ def _on_graph(
             else:
                 pairs = graph.from_pairs(pairs if padding.dim() == 2 else pairs[0], query.size(-2))
             options = {**options, "mask": pairs}
-    out = attend(*tensors, graph, **options)
+    out: Tensor = attend(tensors[0], tensors[1], tensors[2], graph, **options)
     return out if out.dim() == 4 else out.unflatten(0, (batch, n))
