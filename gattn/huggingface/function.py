@@ -230,7 +230,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, plan: Any, options: dict[
     out: Tensor = attend(tensors[0], tensors[1], tensors[2], plan.graph, **options)
     if plan.targets is not None:
         out = out.new_zeros(batch * n, *out.shape[1:]).index_copy(0, plan.targets, out)
-    return out.unflatten(0, (batch, n))
+    return out.view(batch, n, *out.shape[1:])
 
 
 def _on_graph(
@@ -254,4 +254,4 @@ def _on_graph(
                 pairs = graph.from_pairs(pairs if padding.dim() == 2 else pairs[0], query.size(-2))
             options = {**options, "mask": pairs}
     out: Tensor = attend(tensors[0], tensors[1], tensors[2], graph, **options)
-    return out if out.dim() == 4 else out.unflatten(0, (batch, n))
+    return out.view(batch, n, *out.shape[-2:])

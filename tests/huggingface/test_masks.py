@@ -139,10 +139,8 @@ def test_no_tensor_of_all_pairs():
 def test_caches():
     """A static cache's unwritten slots are seen by nobody; a sliding one starts later."""
     query, key, value = drawn(length=3, sources=10)
-    for offset, first, function in (
-        (4, 0, masking_utils.causal_mask_function),
-        (9, 2, masking_utils.sliding_window_causal_mask_function(5)),
-    ):
+    sliding = masking_utils.sliding_window_causal_mask_function(5)
+    for offset, first, function in ((4, 0, masking_utils.causal_mask_function), (9, 2, sliding)):
         mask = gattn.huggingface.graph_mask(2, 3, 10, offset, first, function)
         assert mask.pattern is not None
         out, weights = attention(Layer(), query, key, value, mask, output_attentions=True)
@@ -191,6 +189,7 @@ def test_arguments():
     same(attention(layer, *tensors, bias)[0], plainly(*tensors, None, bias), [*tensors, bias])
     sinks = torch.randn(2, 4, N, 1, dtype=torch.double, requires_grad=True)
     out, weights = attention(layer, *tensors, None, sinks=sinks, output_attentions=True)
+    assert (weights.sum(-1) < 1).all()
     same(out, plainly(*tensors, causal, sinks=sinks), [*tensors, sinks])
     per_head = torch.randn(4, dtype=torch.double, requires_grad=True)
     whole = per_head[:, None, None].expand(2, 4, N, 1)
@@ -277,7 +276,7 @@ def test_other_graphs_under_a_model():
 def test_swapped_graphs_are_calls_of_attend(form):
     """Text by text, without padding."""
     mask, real = made("bidirectional", padding="left")
-    query, key, value = tensors = drawn()
+    tensors = drawn()
     edges = torch.randint(N, (2, 40))
     other = {
         "list": edges,
@@ -290,8 +289,8 @@ def test_swapped_graphs_are_calls_of_attend(form):
     first = alone if form != "packed otherwise" else gattn.CompleteGraph.packed([4, N - 4], window=2).edge_index
     with graph(other):
         found = attention(Layer(), *tensors, mask)[0]
-    for text, alone in enumerate((first, alone)):
-        kept = alone[:, real[text][alone[0]]]
+    for text, its in enumerate((first, alone)):
+        kept = its[:, real[text][its[0]]]
         single = [x[text].transpose(0, 1) for x in tensors]
         single = [single[0], *(x.repeat_interleave(2, 1) for x in single[1:])]
         torch.testing.assert_close(found[text], gattn.attend(*single, gattn.SparseGraph(kept, N, N)))

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.huggingface.models import CHECKS, EXPLAINED, TABLE, cell, has, models, results
+from tests.huggingface.models import CHECKS, EXPLAINED, TABLE, cell, has, models, without_registry
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
 CELLS = [(name, check) for name in TABLE for check in CHECKS if has(name, check) and (name, check) not in EXPLAINED]
@@ -32,19 +32,16 @@ def test_some_cells(capsys):
             break
 
 
-def test_the_models_differ():
+def test_the_models_differ(monkeypatch):
     """One of each pair runs on gattn, and a wrong weight in it would be found."""
     theirs, ours = models("llama")
     assert (theirs.config._attn_implementation, ours.config._attn_implementation) == ("eager", "gattn")
+    monkeypatch.setattr(ours.model.layers[0].self_attn, "scaling", 0.36)
     with pytest.raises(AssertionError):
-        try:
-            ours.model.layers[0].self_attn.scaling *= 1.001
-            CHECKS["outputs, gradients"]("llama")
-        finally:
-            ours.model.layers[0].self_attn.scaling = theirs.model.layers[0].self_attn.scaling
+        CHECKS["outputs, gradients"]("llama")
 
 
 def test_the_table_has_what_was_asked_for():
     assert len(TABLE) >= 40
     assert cell("vit", "greedy") == "–"
-    assert results.__doc__ == "Output and gradients."
+    assert "bloom" in without_registry()
