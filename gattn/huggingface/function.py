@@ -20,6 +20,7 @@ from gattn.distributions import Softmax
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.huggingface.masks import GraphMask
+from gattn.huggingface.positions import PositionBias
 from gattn.huggingface.swapped import swapped
 from gattn.recording import is_watched
 from gattn.scores import DotScore
@@ -65,7 +66,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | PositionBias | None = None,
     sliding_window: int | None = None,
     head_mask: Tensor | None = None,
     indices: Tensor | None = None,
@@ -138,19 +139,22 @@ def attention(
             if output_attentions:
                 raise InputError("weights on another graph are gathered by gattn.record_attention(model).")
             return _scaled(_on_graph(query, key, value, graph, keep, options), head_mask), None
-    whole = bool(output_attentions or position_bias is not None or indices is not None or sinks is not None)
+    bias: Any = position_bias.bias() if isinstance(position_bias, PositionBias) else position_bias
+    whole = bool(output_attentions or isinstance(bias, Tensor) or indices is not None or sinks is not None)
     whole = whole or is_watched(module)
-    mask, bias = None, position_bias
+    mask = None
     if isinstance(attention_mask, GraphMask):
         plan = attention_mask.plan(m, _attends_to_itself(module, attention_mask, n, m), whole)
         graph, m, mask = plan.graph, plan.num_sources, plan.mask
         if plan.graph.blocks is not None:
+            options["bias"] = bias
             return _scaled(_packed(query, key[:, :m], value[:, :m], plan, options), head_mask), None
     elif attention_mask is not None:
         graph = CompleteGraph(n, m)
         if attention_mask.dtype == torch.bool:
             mask = attention_mask[..., :m]
         else:
+            bias = position_bias.tensor() if isinstance(position_bias, PositionBias) else bias
             bias = attention_mask[..., :m] if bias is None else bias + attention_mask[..., :m]
     else:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -169,7 +173,7 @@ def attention(
         places = indices.long().masked_fill((indices < 0) | (indices >= m), m).unsqueeze(1)
         chosen = chosen.scatter(-1, places, True)[..., :m]
         mask = chosen if mask is None else mask & chosen
-    bias = None if bias is None else bias[..., :m]
+    bias = bias[..., :m] if isinstance(bias, Tensor) else bias
     options |= {"mask": mask, "bias": bias, "return_lse": sinks is not None}
     options["return_weights"] = "dropped" if output_attentions else False
     found = attend(query, key[:, :m], value[:, :m], graph, **options)

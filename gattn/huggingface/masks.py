@@ -17,6 +17,7 @@ from transformers import masking_utils
 
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
+from gattn.huggingface.positions import WITH_DISTANCES, keep_distances
 
 __all__ = ["GraphMask", "Pattern", "Plan", "graph_mask"]
 
@@ -137,6 +138,9 @@ def graph_mask(
         >>> graph_mask(2, 5, 5)
         GraphMask(2 texts, CompleteGraph(5, 5, causal=True))
     """
+    model_type = getattr(options.get("config"), "model_type", None)
+    if model_type in WITH_DISTANCES and not torch.compiler.is_compiling():
+        keep_distances(model_type)
     if isinstance(attention_mask, GraphMask):  # made in advance, as generate() does
         return attention_mask
     if isinstance(q_length, Tensor):

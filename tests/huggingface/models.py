@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+import gattn.huggingface  # noqa: F401 # which registers it
+
 TOKENS, TEXTS = 11, 3
 EXPERTS = "mixture of experts"
 NO_DROPOUT = (
@@ -282,7 +284,10 @@ def has(name, check):
 
 
 #: Cells of which transformers' own attention is not capable, and what else is left out, with the reason.
-EXPLAINED = {("longt5", "weights"): "its encoder has local attention of its own, whose weights have another shape"}
+EXPLAINED = {
+    ("longt5", "weights"): "its encoder has local attention of its own, whose weights have another shape",
+    ("albert", "checkpointed"): "transformers has no gradient checkpointing for it",
+}
 
 
 def without_registry():

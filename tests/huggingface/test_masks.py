@@ -350,3 +350,26 @@ def test_types_of_half_precision():
     found = attention(Layer(), *half, mask)[0]
     assert found.dtype == torch.bfloat16
     assert_as_exact_as(found, plainly(*half, mask.dense()) * (exactly != 0), exactly)
+
+
+def test_t5_has_no_tensor_of_all_pairs(monkeypatch):
+    """Its table is asked for one row of distances, in each layer; padding is not computed."""
+    model, asked = models("t5")[1], []
+    given, real = inputs("t5", "left")
+    with torch.no_grad():
+        expected = run(model, given, real)[1]
+    buckets = type(model.encoder.block[0].layer[0].SelfAttention)._relative_position_bucket
+
+    @staticmethod
+    def counted(distances, **options):
+        asked.append(distances.numel())
+        return buckets(distances, **options)
+
+    monkeypatch.setattr(type(model.encoder.block[0].layer[0].SelfAttention), "_relative_position_bucket", counted)
+    with torch.no_grad():
+        assert run(model, given, real)[1].equal(expected)
+    assert asked == [2 * 11 - 1] * 4, "two layers of the encoder and two of the decoder"
+    square = torch.ones(3, 1, 11, 11, dtype=torch.bool)
+    with torch.no_grad(), exact():
+        theirs, ours = (run(each, given | {"attention_mask": square}, real)[1] for each in models("t5"))
+    torch.testing.assert_close(ours, theirs)
