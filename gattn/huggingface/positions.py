@@ -53,15 +53,19 @@ def keep_distances(model_type: str) -> None:
     module = sys.modules.get(f"transformers.models.{model_type}.modeling_{model_type}")
     for cls in vars(module).values() if module else ():
         compute = vars(cls).get("compute_bias") if isinstance(cls, type) else None
-        names = getattr(getattr(compute, "__code__", None), "co_varnames", ())[:3]
-        if names == ("self", "query_length", "key_length") and not hasattr(compute, "__wrapped__"):
+        code = getattr(compute, "__code__", None)
+        names = code.co_varnames[: code.co_argcount] if code else ()
+        takes = names[:3] == ("self", "query_length", "key_length") and "past_seen_tokens" in names
+        if takes and not hasattr(compute, "__wrapped__"):
             cls.compute_bias = _by_distance(compute)
 
 
 def _by_distance(compute: Any) -> Any:
     @wraps(compute)
     def made(self: Any, *args: int, past_seen_tokens: Any = 0, **kwargs: Any) -> Any:
-        if getattr(self.config, "_attn_implementation", None) != "gattn" or kwargs.keys() - {"device"}:
+        if getattr(getattr(self, "config", None), "_attn_implementation", None) != "gattn" or kwargs.keys() - {
+            "device"
+        }:
             return compute(self, *args, past_seen_tokens=past_seen_tokens, **kwargs)
         return PositionBias(self, compute, (args[0], args[1]), past_seen_tokens)
 
