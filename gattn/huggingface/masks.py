@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import copy
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -225,14 +226,21 @@ class GraphMask:
         if self._dense is None:
             options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             self._dense = masking_utils.sdpa_mask(**{**self.arguments, **options})
-        return self._dense
+        return self._dense[..., : self.num_sources]
+
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """The tensor that eager attention adds to its logits: zero, or the least number where no pair is."""
+        dense = self.dense()
+        return torch.zeros_like(dense, dtype=dtype).masked_fill(~dense, torch.finfo(dtype).min)
 
     def __getitem__(self, places: Any) -> Any:
         whole = slice(None)
         if isinstance(places, tuple) and len(places) == 4 and all(place == whole for place in places[:3]):
             last = places[3]
             if isinstance(last, slice) and last.start in (None, 0) and last.step is None:
-                return self  # layers cut their masks to the length of the keys, as `plan` does
+                cut = copy(self)  # to the length of the keys
+                cut.num_sources = len(range(self.num_sources)[last])
+                return cut
         return self._asked()[places]
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +255,10 @@ class GraphMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets PyTorch's functions have the tensor."""
+        """Lets PyTorch's functions have the tensor; what is added to logits is not the Boolean one."""
+        if function in _ADDING and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            args[1]._asked()
+            return function(args[0], args[1].additive(args[0].dtype), *args[2:], **(kwargs or {}))
         args, kwargs = (
             torch.utils._pytree.tree_map(lambda x: x._asked() if isinstance(x, GraphMask) else x, given)
             for given in (args, kwargs or {})
@@ -349,7 +360,10 @@ class GraphMask:
 def _operator(name: str) -> Callable[..., Any]:
     def compute(self: GraphMask, *others: Any) -> Any:
         others = tuple(x.dense() if isinstance(x, GraphMask) else x for x in others)
-        return getattr(self._asked(), name)(*others)
+        mask = self._asked()
+        if "add" in name and isinstance(others[0], Tensor) and others[0].is_floating_point():
+            mask = self.additive(others[0].dtype)
+        return getattr(mask, name)(*others)
 
     return compute
 
@@ -358,6 +372,9 @@ _SYMBOLS = "and or xor add sub mul rand ror rxor radd rsub rmul invert eq ne gt 
 for _symbol in _SYMBOLS.split():
     setattr(GraphMask, f"__{_symbol}__", _operator(f"__{_symbol}__"))
 GraphMask.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+_ADDING = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__}
 
 
 def _has_holes(keep: Tensor) -> bool:

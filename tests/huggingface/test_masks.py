@@ -157,11 +157,17 @@ def test_caches():
 def test_models_may_compute_with_masks():
     masks._warned.clear()
     mask, _ = made("causal", padding="right")
-    assert mask[:, :, :, :N] is mask
+    cut = mask[:, :, :, :5]
+    assert isinstance(cut, GraphMask)
+    assert cut.shape == (2, 1, N, 5)
+    assert cut.dense().equal(mask.dense()[..., :5])
     assert mask.to("cpu") is mask
     assert (mask.shape, mask.dim(), mask.dtype, mask.size(3)) == ((2, 1, N, N), 4, torch.bool, N)
     with pytest.warns(UserWarning, match="computes with its attention mask"):
         assert torch.where(mask, 1, 0).equal(mask.dense().long())
+    logits = torch.randn(2, 4, N, N)
+    for added in (logits + mask, mask + logits, torch.add(logits, mask), logits.clone().add_(mask)):
+        assert added.softmax(-1).equal(logits.masked_fill(~mask.dense(), torch.finfo(torch.float).min).softmax(-1))
     assert (~mask).equal(~mask.dense())
     assert (mask & mask).equal(mask.dense())
     assert mask[0].equal(mask.dense()[0])
