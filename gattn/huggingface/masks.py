@@ -5,9 +5,11 @@ Dimensions: B texts, N targets, M sources, H heads, C channels.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -75,6 +77,7 @@ _CODE = {
     "remapped": _code("remap_positions_for_packed_sequence", _causal, torch.ones(1)),
     "chunk": _code("chunked_overlay", 1, *[torch.zeros(1)] * (masking_utils.chunked_overlay.__code__.co_argcount - 1)),
 }
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
@@ -153,7 +156,18 @@ def graph_mask(
     else:
         arguments |= {"cache_position": cache_position}
         q_length, q_offset = cache_position.shape[0], cache_position[0]
+    config = options.get("config")
+    if config is not None and not _asks_registry(type(config)):
+        _warn(f"{config.model_type} has attention of its own, which runs instead of gattn's")
+        return masking_utils.eager_mask(**arguments)
     return GraphMask(q_length, q_offset, arguments)
+
+
+@cache
+def _asks_registry(config: type) -> bool:
+    """Whether a model asks transformers for its attention function; one of unknown origin is taken to do so."""
+    module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
+    return module is None or not config.__module__.startswith("transformers.") or hasattr(module, _REGISTRY)
 
 
 class GraphMask:
@@ -266,9 +280,11 @@ class GraphMask:
         return function(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask itself, unless another type is asked for."""
-        asked = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype) and x != torch.bool]
-        return self._asked().to(*args, **kwargs) if asked else self
+        """The mask itself, unless another type is asked for; numbers are those that are added to logits."""
+        for dtype in (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype) and x != torch.bool):
+            mask = self._asked()
+            return self.additive(dtype) if dtype.is_floating_point else mask.to(dtype)
+        return self
 
     def plan(self, num_sources: int, self_attends: bool, whole: bool) -> Plan:
         """How to compute the attention.

@@ -172,6 +172,9 @@ def test_models_may_compute_with_masks():
     assert (mask & mask).equal(mask.dense())
     assert mask[0].equal(mask.dense()[0])
     assert mask.float().equal(mask.dense().float())
+    assert mask.to(torch.double).equal(
+        torch.zeros(2, 1, N, N).double().masked_fill(~mask.dense(), -1.7976931348623157e308)
+    )
 
 
 def test_arguments():
@@ -313,6 +316,18 @@ def test_graphs_that_cannot_be_meant():
         attention(Layer(), *tensors, mask, output_attentions=True)
     with graph(gattn.CompleteGraph(N)), pytest.raises(ValueError, match="passes position_bias"):
         attention(Layer(), *tensors, mask, position_bias=torch.zeros(1, 4, N, N))
+
+
+def test_models_with_attention_of_their_own():
+    """They get the mask that they know, and a warning says that gattn does not run."""
+    masks._warned.clear()
+    config = transformers.BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2, attn_implementation="gattn")
+    model, text = transformers.BloomModel(config).eval(), torch.randint(20, (2, 7))
+    with torch.no_grad(), pytest.warns(UserWarning, match="bloom has attention of its own"):
+        found = model(text).last_hidden_state
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert model(text).last_hidden_state.equal(found)
 
 
 def test_record_attention():
