@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from copy import copy
-from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -142,9 +141,9 @@ def graph_mask(
         >>> graph_mask(2, 5, 5)
         GraphMask(2 texts, CompleteGraph(5, 5, causal=True))
     """
-    model_type = getattr(options.get("config"), "model_type", None)
-    if model_type in WITH_DISTANCES and not torch.compiler.is_compiling():
-        keep_distances(model_type)
+    config = None if torch.compiler.is_compiling() else options.get("config")
+    if config is not None and config.model_type in WITH_DISTANCES:
+        keep_distances(config.model_type)
     if isinstance(attention_mask, GraphMask):  # made in advance, as generate() does
         return attention_mask
     if isinstance(q_length, Tensor):
@@ -156,14 +155,12 @@ def graph_mask(
     else:
         arguments |= {"cache_position": cache_position}
         q_length, q_offset = cache_position.shape[0], cache_position[0]
-    config = options.get("config")
     if config is not None and not _asks_registry(type(config)):
         _warn(f"{config.model_type} has attention of its own, which runs instead of gattn's")
         return masking_utils.eager_mask(**arguments)
     return GraphMask(q_length, q_offset, arguments)
 
 
-@cache
 def _asks_registry(config: type) -> bool:
     """Whether a model asks transformers for its attention function; one of unknown origin is taken to do so."""
     module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
