@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-import gattn.huggingface  # noqa: F401 # which registers it
+from gattn.huggingface import function
 
 TOKENS, TEXTS = 11, 3
 EXPERTS = "mixture of experts"
@@ -202,8 +202,10 @@ def assert_close(found, expected, tolerance=1e-9):
 
 def compared(name, padding=None, change=lambda model: model):
     given, real = inputs(name, padding)
-    with exact():
+    attend = mock.patch.object(function, "attend", side_effect=function.attend)
+    with exact(), attend as calls:
         expected, found = (results(change(model), given, real) for model in models(name))
+    assert calls.called, "gattn computes nothing"
     assert_close(found, expected)
 
 
