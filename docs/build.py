@@ -8,7 +8,7 @@ written from `__all__`, so that a new name needs no entry.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import inspect
 import re
 import shutil
@@ -34,6 +34,7 @@ PUBLIC = (
     "gattn.distributed",
     "gattn.features",
     "gattn.testing",
+    *(["gattn.huggingface"] if importlib.util.find_spec("transformers") else []),
 )
 
 #: Types that public functions take or return.

@@ -24,7 +24,7 @@ PACKAGE = Path(gattn.__file__).parent
 NAMES = ["gattn"] + [
     ".".join(("gattn", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path != PACKAGE / "__init__.py"
+    if path != PACKAGE / "__init__.py" and ("huggingface" not in path.parts or importlib.util.find_spec("transformers"))
 ]
 
 OBJECTS = build.public_names()

@@ -37,6 +37,8 @@ def test_pages_run(code, tmp_path, monkeypatch):
     if "import onnxruntime" in code:
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
+    if "import gattn.huggingface" in code:
+        pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     try:
         exec(compile(code, "docs", "exec"), {})
