@@ -10,13 +10,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
+from gattn.blocks import Setting
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph, GraphLike, as_graph
 
 __all__ = ["Swap", "graph", "swapped"]
-
-_swaps: list[Swap] = []
-
 
 class Swap:
     """What one block of `graph` puts under a model.
@@ -52,6 +50,10 @@ class Swap:
                 f"{batch * num_targets} of the whole batch laid end to end, padding included; got {made}."
             )
         return made
+
+
+#: That of the innermost block that is open.
+_swap: Setting[Swap | None] = Setting(None)
 
 
 @contextmanager
@@ -90,13 +92,10 @@ def graph(
             as_graph(graph)
         except TypeError as error:
             raise InputTypeError(f"graph must be a graph, or a function that returns one; got {graph!r}.") from error
-    _swaps.append(Swap(graph, layers))
-    try:
+    with _swap.block(Swap(graph, layers)):
         yield
-    finally:
-        _swaps.pop()
 
 
 def swapped() -> Swap | None:
     """The innermost block that is open."""
-    return _swaps[-1] if _swaps else None
+    return _swap.value
