@@ -123,7 +123,8 @@ TESTS = {
     RADIAL_CALLS: ["tests/ops/test_radial.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
-    **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS, CPU_TILES)},
+    **{file: ["tests/ops/test_tiles.py"] for file in (TILE_CALLS, CPU_TILES)},
+    TILES: ["tests/test_block_graph.py", "tests/ops/test_tiles.py"],
     SUMS: ["tests/test_products.py"],
     BY_SOURCE: ["tests/ops/test_plans.py"],
     **{
