@@ -126,6 +126,37 @@ for q, k, v, distance, result in zip(*by_molecule, distances, out.split(sizes), 
 print("Graphormer: equal to its formula on all", len(sizes), "molecules")
 
 # %% [markdown]
+# ### A bias of positions, learnt by a function
+#
+# Atoms also have positions $r_i$, and models of molecules and proteins learn a function of distances: a sum of bumps
+# $\phi_k$ at different distances, whose heights $w_k$ are learnt for each head.
+#
+# $$
+# b_{ij} = \sum_k w_k\, \phi_k\big(\lVert r_i - r_j \rVert\big)
+# $$
+#
+# A matrix of biases would need $N^2 H$ numbers, and the bumps $K$ times as many. `RadialBias` makes those of some
+# targets at a time instead, and makes them again when gradients are computed, which also reach the positions: that is
+# how forces are learnt. Here, each molecule gets some positions, and the result is compared with the whole matrix.
+
+# %%
+radial = gattn.nn.RadialBias(H, num_radial=8, cutoff=4.0)
+position = torch.cat([torch.randn(size, 3) for size in sizes]).requires_grad_()
+out = gattn.attend(query, key, value, gattn.CompleteGraph.packed(sizes), bias=radial(position))
+(forces,) = torch.autograd.grad(out.square().sum(), position)
+
+parts = []
+for q, k, v, r in zip(*by_molecule, position.split(sizes), strict=True):
+    centres = torch.linspace(0, 4.0, 8)
+    distance = (r[:, None] - r).square().sum(-1).add(1e-20).sqrt()  # the root is steep at zero
+    bumps = torch.exp(-((distance[..., None] - centres) ** 2) / (2 * (4 / 7) ** 2))
+    logits = torch.einsum("ihc,jhc->hij", q, k) / C**0.5 + (bumps @ radial.kernel.weight).permute(2, 0, 1)
+    parts.append(torch.einsum("hij,jhc->ihc", logits.softmax(-1), v))
+equal(out, torch.cat(parts))
+equal(forces, torch.autograd.grad(torch.cat(parts).square().sum(), position)[0])
+print("RadialBias: output and gradients of positions equal to the formula")
+
+# %% [markdown]
 # ### Exphormer: a sparse graph in which everyone is close
 #
 # [Exphormer](https://arxiv.org/abs/2303.06147) does not attend to all pairs but to three sparse graphs at once: the
