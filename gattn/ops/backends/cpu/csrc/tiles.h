@@ -231,6 +231,29 @@ class TilePass {
     const TileStrides& s = a.tiles_strides;
     return a.tiles[e.term * s.batch + head * s.head + targets * s.row + sources * s.channel];
   }
+  // Asks for the rows that come after these, where other blocks come between: no row tells the processor of the next one.
+  NOINLINE void prefetch_targets(const TileElement& e, int64_t head, int64_t source, int64_t i, int64_t end,
+                                 const RowsOf& query, const RowsOf& grad_out, const A* grad_query) const {
+    const int64_t column = source / a.block;
+    while (i < end && tile_of(e, head, i / a.block, column) < 0) i = i / a.block * a.block + a.block;
+    const int64_t last = i + together(i, kBackRows) < end ? i + together(i, kBackRows) : end;
+    for (; i < last; ++i) {
+      query.prefetch(e.first_target + i);
+      grad_out.prefetch(e.first_target + i);
+      const char* p = reinterpret_cast<const char*>(grad_query + row_number(e, head, i) * width);
+      for (int64_t at = 0; at < width * int64_t(sizeof(A)); at += 64) __builtin_prefetch(p + at, 1);
+    }
+  }
+  NOINLINE void prefetch_sources(const TileElement& e, int64_t head, int64_t i, int64_t targets, int64_t panel, int64_t end,
+                                 const RowsOf& key, const RowsOf& value) const {
+    for (; panel < end; panel += kPanel) {
+      const int64_t n = end - panel < kPanel ? end - panel : kPanel;
+      const auto [from, to] = columns(e, head, i, targets, panel, n);
+      if (from >= to) continue;
+      for (int64_t j = from; j < to; ++j) key.prefetch(e.first_source + panel + j), value.prefetch(e.first_source + panel + j);
+      return;
+    }
+  }
   // How many targets from this one on are computed together: those of one block.
   int64_t together(int64_t i, int64_t most) const {
     if (a.tiles == nullptr) return most;
@@ -655,6 +678,9 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
     if (a.tiles != nullptr) {
       const auto [from, to] = columns(e, head, start, targets, panel, n);
       if (from >= to) continue;
+      const int64_t key_head = head / sharing;
+      prefetch_sources(e, head, start, targets, panel + kPanel, end, rows(a.key, a.key_strides, e.batch, key_head, C),
+                       rows(a.value, a.value_strides, e.batch, key_head, D));
     }
     for (int64_t of_keys = 0; of_keys < count; of_keys += rows_of_keys) {
       const int64_t key_head = head_of(of_keys) / sharing;
@@ -884,6 +910,9 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         const auto [from, to] = columns(e, head, i, size, panel, n);
         if (from >= to) continue;
         const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
+        if (a.tiles != nullptr)
+          prefetch_targets(e, head, panel, i + size, end, query, grad_out,
+                           static_cast<const A*>(a.grad_query) + part * a.batch * a.targets * a.heads * width);
         const bool queries_finite = query.copy(e.first_target + i, size, scale, queries);
         const bool grads_finite = grad_out.copy(e.first_target + i, size, A(1), grads);
         multiply(size, vectors, queries, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
