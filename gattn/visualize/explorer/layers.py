@@ -51,8 +51,8 @@ def read(model: Module, tokenizer: Any, text: str) -> tuple[dict[str, list[Atten
     """Runs a model of `transformers` on a text, and returns the records of its layers and the tokens."""
     encoded = tokenizer(text, return_tensors="pt")
     device = next((parameter.device for parameter in model.parameters()), None)
-    config = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", "gattn") != "gattn":
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    if all(getattr(config, "_attn_implementation", None) != "gattn" for config in configs):
         raise ValueError(
             "explore(model, tokenizer, text) takes a model of transformers that runs on gattn: import "
             'gattn.huggingface, and call model.set_attn_implementation("gattn") first.'
