@@ -94,6 +94,36 @@ class TestInput:
         self.check(exploration, records)
         assert len(stored(exploration)["graphs"]) == 1  # both layers share it
 
+    def test_a_model_of_transformers_its_tokenizer_and_a_text(self):
+        transformers = pytest.importorskip("transformers")
+        tokenizers = pytest.importorskip("tokenizers")
+        import gattn.huggingface
+
+        words = ["[UNK]", "the", "man", "walked", "dog"]
+        split = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(5), strict=True)), "[UNK]"))
+        split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=split, unk_token="[UNK]")
+        config = transformers.BertConfig(
+            vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+        )
+        model, text = transformers.BertModel(config), "the man walked the dog"
+        with pytest.raises(ValueError, match=r'call model.set_attn_implementation\("gattn"\) first'):
+            explore(model, tokenizer, text, path=None)
+        model.set_attn_implementation("gattn")
+        data = stored(explore(model, tokenizer, text, path=None))
+        assert data["spaces"][0]["names"] == text.split()
+        assert data["spaces"][0]["sequence"]
+        with gattn.record_attention(model.eval()) as records, torch.no_grad():
+            model(torch.tensor([[1, 2, 3, 1, 4]]))
+        assert [layer["heads"] for layer in data["layers"]] == [2, 2]
+        for layer, ((weights, _),) in zip(data["layers"], records.values(), strict=True):
+            expected = weights[0].permute(1, 2, 0).reshape(25, 2).double()
+            torch.testing.assert_close(weights_of(layer, 25), expected, atol=1e-5, rtol=0)
+        with gattn.huggingface.graph(gattn.CompleteGraph(5, window=1)):
+            near = stored(explore(model, tokenizer, text, path=None, tokens=list("abcde")))
+        assert edges_of(near["graphs"][0]).size(1) == 13
+        assert near["spaces"][0]["names"] == list("abcde")
+
     def test_records_of_a_model_and_of_a_layer(self, graph):
         records = graph[2]
         self.check(explore(records, path=None), records)

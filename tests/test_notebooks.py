@@ -28,6 +28,7 @@ KNOWN = {
     "05": {"2017": "a year"},
     "06": {"512": "pages of 4096 bytes", "20000": "a third of the edges", "30.7": "of section 1"},
     "07": {},
+    "08": {"480": "sentences from 400 to 880", "88": "megabytes of a package"},
 }
 """Numbers in the text of each notebook that are in no cell, or not in the cells right above, and what they are."""
 

@@ -13,7 +13,7 @@ from gattn.errors import check_integers
 from gattn.visualize.explorer import nodes as node_sets
 from gattn.visualize.explorer.build import build
 from gattn.visualize.explorer.content import Content
-from gattn.visualize.explorer.layers import as_layers, is_edges, run
+from gattn.visualize.explorer.layers import as_layers, is_edges, is_text, read, run
 from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import COLOURS
@@ -97,6 +97,8 @@ def explore(
             weights of a complete graph, `[N, M]` or `[H, N, M]`; or several of these, in a list or by name. An
             `HGTConv` records no types: given the model itself, the page names its nodes and edges by their types.
         *inputs: The inputs of the model. With an `edge_index` in front, its weights: `explore(edge_index, weights)`.
+            For a model of `transformers` that runs on gattn (`gattn.huggingface`), its tokenizer and a text:
+            `explore(model, tokenizer, "text")`, which also names the tokens.
         labels: The names of the N nodes. If sources and targets are different nodes, such as the tokens of two
             sequences, a tuple of two lists. (default: `None`, numbers, with the type where nodes have types)
         classes: The class of each node, `[N]`, which determines its colour and shape. (default: `None`, its type if
@@ -141,7 +143,10 @@ def explore(
     if hops is not None and node is None:
         raise ValueError(f"hops={hops} keeps the surroundings of a node: say of which one, with node=.")
     given = model_or_records
-    if isinstance(given, Module):
+    if isinstance(given, Module) and is_text(inputs):
+        given, words = read(given, *inputs)
+        tokens = words if tokens is None and labels is None else tokens
+    elif isinstance(given, Module):
         given = run(given, inputs)
     elif len(inputs) == 1:
         if not is_edges(given):

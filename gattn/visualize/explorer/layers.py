@@ -18,7 +18,7 @@ from gattn.nn import HGTConv
 from gattn.recording import AttentionRecord, record_attention
 from gattn.visualize.inputs import complete_weights, edge_list, edge_weights
 
-__all__ = ["Layer", "Types", "as_layers", "is_edges", "run"]
+__all__ = ["Layer", "Types", "as_layers", "is_edges", "is_text", "read", "run"]
 
 #: The types of nodes, and how many nodes of each follow one another.
 Types: TypeAlias = tuple[tuple[str, int], ...]
@@ -42,9 +42,30 @@ class Layer(NamedTuple):
     """The type of each edge."""
 
 
-def run(model: Module, inputs: tuple[Any, ...]) -> dict[str, list[AttentionRecord]]:
+def is_text(inputs: tuple[Any, ...]) -> bool:
+    """Whether these are a tokenizer and a text."""
+    return len(inputs) == 2 and isinstance(inputs[1], str) and callable(inputs[0])
+
+
+def read(model: Module, tokenizer: Any, text: str) -> tuple[dict[str, list[AttentionRecord]], list[str]]:
+    """Runs a model of `transformers` on a text, and returns the records of its layers and the tokens."""
+    encoded = tokenizer(text, return_tensors="pt")
+    device = next((parameter.device for parameter in model.parameters()), None)
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    if all(getattr(config, "_attn_implementation", None) != "gattn" for config in configs):
+        raise ValueError(
+            "explore(model, tokenizer, text) takes a model of transformers that runs on gattn: import "
+            'gattn.huggingface, and call model.set_attn_implementation("gattn") first.'
+        )
+    records = run(model, (), {name: values.to(device) for name, values in encoded.items()})
+    return records, [tokenizer.decode([number]) for number in encoded["input_ids"][0].tolist()]
+
+
+def run(
+    model: Module, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
+) -> dict[str, list[AttentionRecord]]:
     """Runs a model in evaluation mode, and returns the records of its layers."""
-    if not inputs:
+    if not inputs and not named:
         raise ValueError(
             "explore(model) needs the model's inputs, too: explore(model, x, edge_index). To pass keyword arguments, "
             "run the model inside gattn.record_attention(model), and explore the records."
@@ -57,7 +78,7 @@ def run(model: Module, inputs: tuple[Any, ...]) -> dict[str, list[AttentionRecor
             for name, module in model.named_modules():
                 if isinstance(module, HGTConv):
                     handles.append(module.register_forward_hook(_typed_record(records, name), with_kwargs=True))
-            model(*inputs)
+            model(*inputs, **(named or {}))
     finally:
         for handle in handles:
             handle.remove()
