@@ -37,6 +37,8 @@ def test_pages_run(code, tmp_path, monkeypatch):
     if "import onnxruntime" in code:
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
+    if "import peft" in code or "from peft" in code:
+        pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     try:
         exec(compile(code, "docs", "exec"), {})

@@ -41,6 +41,16 @@ class Linear(PyGLinear):
         torch.Size([3, 5])
     """
 
+    @property
+    def in_features(self) -> int:
+        """The number of input channels, by the name that tools for `torch.nn.Linear` read."""
+        return int(self.in_channels)
+
+    @property
+    def out_features(self) -> int:
+        """The number of output channels, likewise."""
+        return int(self.out_channels)
+
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., F_in]`, or a sparse matrix `[N, F_in]`, to `[..., F_out]`.
 
