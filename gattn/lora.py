@@ -89,4 +89,4 @@ def _linear_layers(model: Module) -> list[str]:
 def _is_one(attention: torch.nn.MultiheadAttention) -> bool:
     """Whether the projections are one square matrix for each of query, key and value, as `peft` needs it."""
     weight = attention.in_proj_weight
-    return weight is not None and len(weight) == 3 * attention.embed_dim
+    return bool(weight is not None and len(weight) == 3 * attention.embed_dim)

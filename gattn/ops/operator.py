@@ -15,7 +15,14 @@ from torch import Tensor
 from gattn.edges import Projected, Typed
 from gattn.graphs import EdgeList
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.differentiated import Differentiated, are_plain, has_gradient, library
+from gattn.ops.differentiated import (
+    Differentiated,
+    are_plain,
+    has_gradient,
+    library,
+    save_tensors,
+    saved_tensors,
+)
 from gattn.ops.plain_operator import asked, by_reference, differentiate_plainly
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
@@ -325,9 +332,9 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
     others: list[Any] = list(inputs)
     for place in places:
         others[place] = None
-    saved = [inputs[place] for place in places]
+    saved: list[Any] = [inputs[place] for place in places]
     saved += tensors
-    ctx.save_for_backward(*saved)
+    save_tensors(ctx, saved)
     ctx.saved = places, others, _forms(saved, len(places))
 
 
@@ -343,7 +350,7 @@ def _forms(tensors: Sequence[Any], num_inputs: int) -> list[Any]:
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     """The inputs, and the other tensors that were saved."""
-    tensors = ctx.saved_tensors
+    tensors = saved_tensors(ctx)
     places, others, forms = ctx.saved
     values, count = others.copy(), len(places)
     if _forms(tensors, count) != forms:
@@ -354,7 +361,7 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
         tensors = [None if x is None else resolved(x) for x in tensors]
     for place, tensor in zip(places, tensors, strict=False):
         values[place] = tensor
-    return Inputs(*values), list(tensors[count:])
+    return Inputs(*values), tensors[count:]
 
 
 def _in_place(grads: Sequence[Tensor | None], names: Sequence[str]) -> list[Tensor | None]:

@@ -150,7 +150,7 @@ class _ConstantSparseProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         x = inputs[0]
         ctx.x = x if x.is_inference() else None  # nobody can edit it, but autograd does not save it either
-        ctx.save_for_backward(None if x.is_inference() else x)
+        ctx.save_for_backward(*([] if x.is_inference() else [x]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:

@@ -20,7 +20,7 @@ from gattn.ops.backends.base import new_seed
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
 from gattn.ops.call import compute_dtype
-from gattn.ops.differentiated import Differentiated, library
+from gattn.ops.differentiated import Differentiated, library, save_tensors, saved_tensors
 
 __all__ = ["attend"]
 
@@ -178,11 +178,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     ctx.rule = inputs[_NUM_TENSORS:]
     ctx.wanted = [x is not None and x.requires_grad for x in inputs[:5]]
     out, wide, stats, weights = output
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], out if out.dtype == stats.dtype else wide, stats, weights)
+    save_tensors(ctx, (*inputs[:_NUM_TENSORS], out if out.dtype == stats.dtype else wide, stats, weights))
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, wide, stats, weights = ctx.saved_tensors
+    *inputs, wide, stats, weights = saved_tensors(ctx)
     of_out, _, of_log_sum, of_weights = grads
     asked = of_out, of_log_sum, of_weights if ctx.rule[2][2] != "False" else None
     found = iter(

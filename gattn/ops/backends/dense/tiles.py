@@ -31,7 +31,7 @@ from gattn.ops.backends.dense.tile_rules import DIMS, Element, Inputs, Rule, che
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.backends.triton.forms import is_installed
 from gattn.ops.call import compute_dtype
-from gattn.ops.differentiated import are_plain, has_gradient
+from gattn.ops.differentiated import are_plain, has_gradient, save_tensors, saved_tensors
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.processor import instructions
 from gattn.torch_private import apply_of, is_batched, is_exporting, is_traced, resolved
@@ -258,7 +258,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, num_weights: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         out, wide, stats, weights = forward(Inputs(*tensors), rule, num_weights, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*tensors, wide, stats, weights)
+        save_tensors(ctx, (*tensors, wide, stats, weights))
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         if rule.log_sum and rule.law.name != "softmax":
@@ -267,9 +267,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, wide, stats, weights = ctx.saved_tensors
+        *tensors, wide, stats, weights = saved_tensors(ctx)
         inputs, wanted = Inputs(*tensors), ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads):
+        is_plain = not torch.is_grad_enabled()
+        for x in grads:  # without the frames of any()
+            is_plain = is_plain and (x is None or not is_batched(x))
+        if not is_plain:
             found = _differentiate_twice(inputs, ctx.rule, grads, wanted)
         else:
             found = backward(inputs, ctx.rule, (wide, stats, weights), grads, wanted)
