@@ -23,9 +23,11 @@ from gattn.ops.differentiated import (
     save_tensors,
     saved_tensors,
 )
+from gattn.ops.flops import of_lists, register
 from gattn.ops.plain_operator import asked, by_reference, differentiate_plainly
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
+from gattn.scores import Score
 from gattn.torch_private import apply_of, is_batched, is_traced, needs_dispatcher, resolved
 
 __all__ = ["DIFFERENTIABLE", "AttentionOperator", "Inputs", "Presence", "inputs_of", "presence_of", "sink_of"]
@@ -98,6 +100,8 @@ class AttentionOperator:
             library.impl(f"{name}_backward", run_backward, device)
         torch.library.register_fake(f"gattn::{name}", self._fake_forward, lib=library)
         torch.library.register_fake(f"gattn::{name}_backward", _fake_backward, lib=library)
+        register(name, lambda *given: of_lists(*_with_scalar(given[:-2])))
+        register(f"{name}_backward", lambda *given: of_lists(*_with_scalar(given[_NUM_GRADS_AND_RESULTS:-1]), True))
         self._op = Differentiated(name, run_forward, _save_forward, self._differentiate).op
         self._apply = apply_of(_Direct)
         self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
@@ -378,6 +382,12 @@ def _flags(names: Sequence[str]) -> list[bool]:
 
 
 _NUM_GRADS_AND_RESULTS = 5
+
+
+def _with_scalar(arguments: Sequence[Any]) -> tuple[Inputs, bool]:
+    """The inputs of an operator, and whether its score is scalar."""
+    inputs = Inputs(*arguments)
+    return inputs, Score.class_of_family(inputs.family).scalar
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:

@@ -21,6 +21,7 @@ from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
 from gattn.ops.call import compute_dtype
 from gattn.ops.differentiated import Differentiated, library, save_tensors, saved_tensors
+from gattn.ops.flops import register
 
 __all__ = ["attend"]
 
@@ -201,4 +202,9 @@ for _name, _function, _of_shapes in (
     for _device in ("CPU", "CUDA"):
         library.impl(_name, _function, _device)
     torch.library.register_fake(f"gattn::{_name}", _of_shapes, lib=library)
+register("tiles", lambda *given: tiles.flops(*_given(given)[:2]))
+register(
+    "tiles_backward",
+    lambda *given: tiles.flops(*_given([*given[:_NUM_TENSORS], *given[-4:-1]])[:2], is_backward=True),
+)
 _operator = Differentiated("tiles", _compute, _save, _differentiate)
