@@ -1,7 +1,7 @@
 """Tools around PyTorch on gattn's layers, each beside what it does on PyTorch's own or on the layer without the tool.
 
-The packages are those of the extra `tools`; where one is missing, its tests are skipped. What trains, is in
-`test_training_tools.py`, and several processes are in `test_distributed.py`.
+The packages are those of the extra `tools`; where one is missing, its tests are skipped. Loaders and checkpoints of
+activations are in `test_training_tools.py`, and several processes in `test_distributed.py`.
 """
 
 import copy
@@ -70,11 +70,6 @@ def gradients(model, x):
 
 #: Without a linear layer that an adapter fits: none at all, or grouped ones.
 NO_LINEARS = {"DNAConv"}
-#: Layers that this call does not use, by the reason.
-UNUSED = {
-    "LSTMNCell": ("query_proj", "summary_proj", "summary_gates"),  # without a memory
-    "Polynormer": ("lin_in", "pred_local"),  # as in PyG; the model is global
-}
 
 
 def linear_layers(name):
@@ -108,17 +103,23 @@ def test_adapters_have_an_effect_in_every_layer(name):
         return [out for out in tensors(module(*inputs)) if out.is_floating_point()]
 
     before = run(model)
+    given = [out for out in before if out.requires_grad]
+    if given:  # but for a sampled neighbour
+        torch.autograd.backward(given, [torch.randn_like(out) for out in given])
+    used = {name for name, parameter in model.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+    assert used or not given
     adapted = peft.get_peft_model(model, gattn.lora.config(model, r=2, init_lora_weights=False)).eval()
     found = run(adapted)
     assert any(not torch.allclose(out, other) for out, other in zip(found, before, strict=True))
     given = [out for out in found if out.requires_grad]
-    if given:  # but for a sampled neighbour
+    if given:
         torch.autograd.backward(given, [torch.randn_like(out) for out in given])
-        unused = UNUSED.get(name, ())
-        for parameter_name, parameter in adapted.named_parameters():
-            if parameter.requires_grad and not any(f".{part}." in parameter_name for part in unused):
-                assert parameter.grad is not None, parameter_name
-                assert parameter.grad.any(), parameter_name
+    for parameter_name, parameter in adapted.named_parameters():
+        layer, _, adapter = parameter_name.removeprefix("base_model.model.").partition(".lora_")
+        layer = layer.replace("base_layer.", "")
+        if adapter and not used.isdisjoint((f"{layer}.weight", f"{layer}.in_proj_weight")):
+            assert parameter.grad is not None, parameter_name
+            assert parameter.grad.any(), parameter_name
     assert_close(run(adapted.merge_and_unload()), found)
 
 
@@ -453,10 +454,13 @@ def test_captum_attributes_the_output_projection(x):
     attention = gattn.nn.MultiheadAttention(8, 2)
     found = attr.LayerActivation(lambda x: attention(x, x, x)[0], attention.out_proj).attribute(x)
     assert_close(found, attention(x, x, x)[0])
+    theirs = nn.MultiheadAttention(8, 2)
+    with pytest.raises(AssertionError, match="did not obtain"):
+        attr.LayerActivation(lambda x: theirs(x, x, x)[0], theirs.out_proj).attribute(x)
 
 
 def test_shap(network, x):
-    """Expected gradients of SHAP for a linear readout of attention sum to what the model adds to its mean."""
+    """Expected gradients sum to the difference between the outputs of the input and of the background."""
     shap = pytest.importorskip("shap")
 
     class OfGraphs(nn.Module):
@@ -486,9 +490,9 @@ def test_torchviz_draws_every_layer(name):
     outs = [
         out for out in tensors(row(name).call(layer, *row(name).inputs(Draw(requires_grad=True)))) if out.requires_grad
     ]
-    if not outs:
-        return
     given = dict(layer.named_parameters())
+    if not (outs and given):
+        return
     grads = torch.autograd.grad(outs[0].sum(), [*given.values()], allow_unused=True, retain_graph=True)
     drawn = torchviz.make_dot(outs[0], params=given, show_saved=True).source
     for parameter_name, grad in zip(given, grads, strict=True):
