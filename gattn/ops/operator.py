@@ -6,7 +6,8 @@ An operator's backward pass is also an operator, whose own derivative is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,6 @@ from gattn.ops.differentiated import (
     are_plain,
     has_gradient,
     library,
-    save_tensors,
     saved_tensors,
 )
 from gattn.ops.flops import of_lists, register
@@ -338,7 +338,8 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
         others[place] = None
     saved: list[Any] = [inputs[place] for place in places]
     saved += tensors
-    save_tensors(ctx, saved)
+    ctx.are_there = tuple(map(is_not, saved, repeat(None)))  # save_tensors(), without its frame
+    ctx.save_for_backward(*compress(saved, ctx.are_there))
     ctx.saved = places, others, _forms(saved, len(places))
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from gattn.ops.backends.dense.tile_rules import DIMS, Element, Inputs, Rule, che
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.backends.triton.forms import is_installed
 from gattn.ops.call import compute_dtype
-from gattn.ops.differentiated import are_plain, has_gradient, save_tensors, saved_tensors
+from gattn.ops.differentiated import are_plain, has_gradient, saved_tensors
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.ops.flops import count_tiles, of_pairs
 from gattn.processor import instructions
@@ -287,7 +289,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, num_weights: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         out, wide, stats, weights = forward(Inputs(*tensors), rule, num_weights, any(ctx.needs_input_grad))
-        save_tensors(ctx, (*tensors, wide, stats, weights))
+        saved = *tensors, wide, stats, weights
+        ctx.are_there = tuple(map(is_not, saved, repeat(None)))  # save_tensors(), without its frame
+        ctx.save_for_backward(*compress(saved, ctx.are_there))
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         if rule.log_sum and rule.law.name != "softmax":
