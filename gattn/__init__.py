@@ -23,6 +23,7 @@ The rest of the package:
   inputs;
 - `gattn.features`: feature maps, with which attention takes linear time;
 - `gattn.convert`: checkpoints of authors' programs, for these layers and models;
+- `gattn.lora`: low-rank adapters for all of them, by `peft`;
 - `gattn.distributed`: graphs that are split among processes;
 - `gattn.testing`: comparisons and invariance checks for tests.
 
@@ -114,7 +115,7 @@ __all__ = [
 
 
 #: Modules that are imported when they are first used, since they need what nothing else does, such as matplotlib.
-_LATE = ("convert", "distributed", "explain", "features", "testing", "transforms", "visualize")
+_LATE = ("convert", "distributed", "explain", "features", "lora", "testing", "transforms", "visualize")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -24,6 +24,7 @@ from gattn.autocast import is_autocast
 from gattn.blocks import left_to_torch
 from gattn.ops.backends.cpu import native
 from gattn.ops.differentiated import Differentiated, library
+from gattn.ops.flops import register
 from gattn.processor import processor
 from gattn.torch_private import (
     is_batched,
@@ -260,4 +261,13 @@ def _fake_backward(grads: list[Tensor | None], x: Tensor, weights: list[Tensor],
     return [each.new_empty(each.shape) for each, is_wanted in zip((x, *weights), wanted, strict=True) if is_wanted]
 
 
+register("linear", lambda x, *given: sum(2 * x.numel() * weight.size(0) for weight in _weights(given)))
+register(
+    "linear_backward",
+    lambda grads, x, weights, wanted: sum(
+        2 * x.numel() * weight.size(0) * (wanted[0] + is_wanted)
+        for grad, weight, is_wanted in zip(grads, weights, wanted[1:], strict=True)
+        if grad is not None
+    ),
+)
 _operator = Differentiated("linear", _compute, _save, _differentiate)

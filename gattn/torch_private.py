@@ -18,10 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
+from torch.nn.modules import module as modules
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import has_torch_function
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
+from torch.utils.flop_counter import _FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 __all__ = [
     "NonDynamicallyQuantizableLinear",
@@ -38,6 +41,7 @@ __all__ = [
     "is_batched",
     "is_compiled",
     "is_context_parallel",
+    "is_counted",
     "is_exporting",
     "is_functorch_tensor",
     "is_fx_symbolic_tracing",
@@ -51,6 +55,7 @@ __all__ = [
     "load_allowing",
     "needs_dispatcher",
     "no_hook",
+    "num_modes",
     "resolved",
     "scaled_dot_product_choice",
     "statically_known_true",
@@ -75,6 +80,10 @@ assert_later = torch._assert_async
 dispatch_keys = torch._C._dispatch_keys
 
 
+#: How many modes see every operator; there is no public way to ask.
+num_modes = torch._C._len_torch_dispatch_stack
+
+
 def no_hook(module: torch.nn.Module, inputs: Any) -> None:
     """Does nothing, but exists: PyTorch's encoder layer replaces layers without hooks by a kernel of its own."""
 
@@ -96,7 +105,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
         if hook is not no_hook:
             return True
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own or _has_any_global_hook())
+    return bool(own) or (_has_any_global_hook() and not _only_tracks())
+
+
+def _only_tracks() -> bool:
+    """Whether the hooks on all modules are those of PyTorch's trackers, which look at no numbers, as counters need."""
+    tables = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_backward_hooks,
+        modules._global_backward_pre_hooks,
+    )
+    hooks = [hook for table in tables for hook in table.values()]
+    return all(isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -160,9 +181,17 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_counted() -> bool:
+    """Whether operators are counted by PyTorch's `FlopCounterMode`, and no other mode or compiler looks on."""
+    if torch.compiler.is_compiling():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return len(modes) > 0 and all(isinstance(mode, _FlopCounterMode) for mode in modes)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has numbers on which decisions may depend."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() > 0 and not is_counted()):
         return False
     if torch._C._get_tracing_state() is not None:
         return False

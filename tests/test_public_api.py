@@ -41,6 +41,7 @@ PUBLIC = {
         "supergat tgat tgn"
     ),
     gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
+    gattn.lora: "config",
     gattn.models: (
         "GAT HAN LSTMN AttentiveFP Graphormer LPFormer Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"
     ),
@@ -69,7 +70,7 @@ def test_everything_public_explains_itself(name):
 def test_importing_gattn_needs_no_optional_package():
     code = (
         "import sys\n"
-        "for name in ('matplotlib', 'networkx', 'rich', 'ogb', 'allpairspy', 'pytest', 'triton'):\n"
+        "for name in ('matplotlib', 'networkx', 'rich', 'ogb', 'allpairspy', 'peft', 'pytest', 'triton'):\n"
         "    sys.modules[name] = None\n"
         "import gattn\n"
     )

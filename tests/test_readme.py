@@ -39,6 +39,8 @@ def test_pages_run(code, tmp_path, monkeypatch):
         pytest.importorskip("onnxscript")
     if "import gattn.huggingface" in code:
         pytest.importorskip("transformers")
+    if "import peft" in code or "from peft" in code:
+        pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     try:
         exec(compile(code, "docs", "exec"), {})

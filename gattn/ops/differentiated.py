@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from itertools import compress, count, repeat
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gattn.torch_private import apply_of, autograd_below, is_functorch_tensor, is_lazy, needs_dispatcher
 
-__all__ = ["Differentiated", "are_plain", "has_gradient", "library"]
+__all__ = ["Differentiated", "are_plain", "has_gradient", "library", "save_tensors", "saved_tensors"]
 
 library = torch.library.Library("gattn", "DEF")
 
@@ -79,6 +80,20 @@ def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def save_tensors(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Saves tensors for the backward pass without those that are `None`, at which tools that draw graphs stumble."""
+    ctx.are_there = tuple(map(is_not, tensors, repeat(None)))
+    ctx.save_for_backward(*compress(tensors, ctx.are_there))
+
+
+def saved_tensors(ctx: Any) -> list[Any]:
+    """What `save_tensors` was given."""
+    tensors: list[Any] = [None] * len(ctx.are_there)
+    for place, tensor in zip(compress(count(), ctx.are_there), ctx.saved_tensors, strict=True):
+        tensors[place] = tensor
+    return tensors
 
 
 def are_plain(inputs: Sequence[Any]) -> bool:

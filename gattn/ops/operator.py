@@ -6,7 +6,8 @@ An operator's backward pass is also an operator, whose own derivative is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,10 +16,18 @@ from torch import Tensor
 from gattn.edges import Projected, Typed
 from gattn.graphs import EdgeList
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.differentiated import Differentiated, are_plain, has_gradient, library
+from gattn.ops.differentiated import (
+    Differentiated,
+    are_plain,
+    has_gradient,
+    library,
+    saved_tensors,
+)
+from gattn.ops.flops import of_lists, register
 from gattn.ops.plain_operator import asked, by_reference, differentiate_plainly
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
+from gattn.scores import Score
 from gattn.torch_private import apply_of, is_batched, is_traced, needs_dispatcher, resolved
 
 __all__ = ["DIFFERENTIABLE", "AttentionOperator", "Inputs", "Presence", "inputs_of", "presence_of", "sink_of"]
@@ -91,6 +100,8 @@ class AttentionOperator:
             library.impl(f"{name}_backward", run_backward, device)
         torch.library.register_fake(f"gattn::{name}", self._fake_forward, lib=library)
         torch.library.register_fake(f"gattn::{name}_backward", _fake_backward, lib=library)
+        register(name, lambda *given: of_lists(*_with_scalar(given[:-2])))
+        register(f"{name}_backward", lambda *given: of_lists(*_with_scalar(given[_NUM_GRADS_AND_RESULTS:-1]), True))
         self._op = Differentiated(name, run_forward, _save_forward, self._differentiate).op
         self._apply = apply_of(_Direct)
         self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
@@ -325,9 +336,10 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
     others: list[Any] = list(inputs)
     for place in places:
         others[place] = None
-    saved = [inputs[place] for place in places]
+    saved: list[Any] = [inputs[place] for place in places]
     saved += tensors
-    ctx.save_for_backward(*saved)
+    ctx.are_there = tuple(map(is_not, saved, repeat(None)))  # save_tensors(), without its frame
+    ctx.save_for_backward(*compress(saved, ctx.are_there))
     ctx.saved = places, others, _forms(saved, len(places))
 
 
@@ -343,7 +355,7 @@ def _forms(tensors: Sequence[Any], num_inputs: int) -> list[Any]:
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     """The inputs, and the other tensors that were saved."""
-    tensors = ctx.saved_tensors
+    tensors = saved_tensors(ctx)
     places, others, forms = ctx.saved
     values, count = others.copy(), len(places)
     if _forms(tensors, count) != forms:
@@ -354,7 +366,7 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
         tensors = [None if x is None else resolved(x) for x in tensors]
     for place, tensor in zip(places, tensors, strict=False):
         values[place] = tensor
-    return Inputs(*values), list(tensors[count:])
+    return Inputs(*values), tensors[count:]
 
 
 def _in_place(grads: Sequence[Tensor | None], names: Sequence[str]) -> list[Tensor | None]:
@@ -371,6 +383,12 @@ def _flags(names: Sequence[str]) -> list[bool]:
 
 
 _NUM_GRADS_AND_RESULTS = 5
+
+
+def _with_scalar(arguments: Sequence[Any]) -> tuple[Inputs, bool]:
+    """The inputs of an operator, and whether its score is scalar."""
+    inputs = Inputs(*arguments)
+    return inputs, Score.class_of_family(inputs.family).scalar
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:

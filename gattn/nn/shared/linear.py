@@ -41,6 +41,16 @@ class Linear(PyGLinear):
         torch.Size([3, 5])
     """
 
+    @property
+    def in_features(self) -> int:
+        """The number of input channels, by the name that tools for `torch.nn.Linear` read."""
+        return int(self.in_channels)
+
+    @property
+    def out_features(self) -> int:
+        """The number of output channels, likewise."""
+        return int(self.out_channels)
+
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., F_in]`, or a sparse matrix `[N, F_in]`, to `[..., F_out]`.
 
@@ -140,7 +150,7 @@ class _ConstantSparseProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         x = inputs[0]
         ctx.x = x if x.is_inference() else None  # nobody can edit it, but autograd does not save it either
-        ctx.save_for_backward(None if x.is_inference() else x)
+        ctx.save_for_backward(*([] if x.is_inference() else [x]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:

@@ -35,7 +35,14 @@ __all__ = ["KeyValueCache", "MultiheadAttention"]
 Weights: TypeAlias = Tensor | list[Tensor]
 
 
-class MultiheadAttention(Declared, Attention):
+class _OfTorch(torch.nn.MultiheadAttention):
+    """PyTorch's class, for tools that look for it (LoRA, pruning, users' `isinstance`), without its parameters."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
+class MultiheadAttention(Declared, Attention, _OfTorch):
     r"""Multi-head attention of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, over any graph.
 
     .. math::
@@ -90,6 +97,8 @@ class MultiheadAttention(Declared, Attention):
         torch.Size([5, 16])
     """
 
+    aggr_module: Any
+    _explain: bool | None
     bias_k: Parameter | None
     bias_v: Parameter | None
 
@@ -185,7 +194,7 @@ class MultiheadAttention(Declared, Attention):
         super().reset_parameters()
         self._reset_parameters()
 
-    def forward(
+    def forward(  # type: ignore[override]  # packed graphs have several matrices of weights
         self,
         query: Tensor,
         key: Tensor,

@@ -23,7 +23,7 @@ from gattn.ops.call import Call, Result
 from gattn.ops.plans import Given
 from gattn.ops.terms import PLACES
 from gattn.scores import DotScore
-from gattn.torch_private import is_exporting
+from gattn.torch_private import is_counted, is_exporting
 
 __all__ = [
     "FLASH",
@@ -107,7 +107,7 @@ class DotProducts:
         has_more = call.log_sum or call.weights not in (False, True) or graph.window is not None
         is_softmax = is_plain_softmax(call.distribution) and score.is_product and call.value.size(-1) > 0
         self.is_plain = may_fuse and is_softmax and graph.is_uniform and not has_more
-        self.is_compiled = torch.compiler.is_compiling()
+        self.is_compiled, self.is_counted = torch.compiler.is_compiling(), is_counted()
         #: Why there are no tiles, and whether that was found out, with the first call that has nodes.
         self.no_tiles: str | None = None
         self.has_asked = False
@@ -202,7 +202,8 @@ class DotProducts:
                 if self.is_compiled:
                     return TILES if self.rule.dropout > 0.0 else None
                 is_alone = bias is None and mask is None
-                if not (has_tiles and tiles.outruns_pytorch(query, key, value, is_alone, self.rule.dropout)):
+                wins = self.is_counted or tiles.outruns_pytorch(query, key, value, is_alone, self.rule.dropout)
+                if not (has_tiles and wins):
                     return FLASH if is_alone and not (is_causal and graph._offset) else None
         return TILES if has_tiles else None
 

@@ -180,13 +180,14 @@ class _Flash(torch.autograd.Function):
     ) -> Tensor:
         attended, log_sum = flash_attention_on_cpu(*views, 0.0, causal, attn_mask=terms, scale=scale)
         out = _nodes_first(attended, query.dim()).data  # no view, which nobody could change in place
-        ctx.save_for_backward(query, key, value, terms, out, log_sum)
+        ctx.save_for_backward(query, key, value, out, log_sum, *([] if terms is None else [terms]))
         ctx.causal, ctx.scale = causal, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, terms, out, log_sum = ctx.saved_tensors
+        query, key, value, out, log_sum, *others = ctx.saved_tensors
+        inputs, terms = (query, key, value), others[0] if others else None
         if not torch.is_grad_enabled():
             query, key, value, out, grad = _heads_first(*inputs, out, grad)
             grads = _flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)

@@ -210,13 +210,14 @@ class _Linear(torch.autograd.Function):
             state = state.to(out.dtype)
             for rows in _pieces(block.last):
                 write(rows, read.query(rows) @ state)
-        ctx.save_for_backward(query, key, value, out, divisor)
+        ctx.save_for_backward(query, key, value, out, *([] if divisor is None else [divisor]))
         ctx.rule = rule
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, divisor = ctx.saved_tensors
+        query, key, value, out, *others = ctx.saved_tensors
+        divisor: Tensor | None = others[0] if others else None
         rule: _Rule = ctx.rule
         if torch.is_grad_enabled() or is_batched(grad):
             with torch.enable_grad():

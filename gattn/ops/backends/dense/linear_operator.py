@@ -18,6 +18,7 @@ from gattn.graphs.complete import packed_by
 from gattn.ops.backends.dense import linear, tiles
 from gattn.ops.backends.dense.tile_rules import elements_for_tiles
 from gattn.ops.differentiated import Differentiated, library
+from gattn.ops.flops import register
 
 __all__ = ["attend"]
 
@@ -105,4 +106,13 @@ for _name, _function, _of_shapes in (
     for _device in ("CPU", "CUDA"):
         library.impl(_name, _function, _device)
     torch.library.register_fake(f"gattn::{_name}", _of_shapes, lib=library)
+
+
+def _flops(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> int:
+    """Each source is added to a state, and each target multiplied with one."""
+    return 2 * (query.numel() + key.numel() * query.size(-2) // key.size(-2)) * (value.size(-1) + 1)
+
+
+register("linear_packed", _flops)
+register("linear_packed_backward", lambda grad, *given: 2 * _flops(*given))
 _operator = Differentiated("linear_packed", _compute, _save, _differentiate)

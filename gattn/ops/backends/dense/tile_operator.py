@@ -20,7 +20,8 @@ from gattn.ops.backends.base import new_seed
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
 from gattn.ops.call import compute_dtype
-from gattn.ops.differentiated import Differentiated, library
+from gattn.ops.differentiated import Differentiated, library, save_tensors, saved_tensors
+from gattn.ops.flops import register
 
 __all__ = ["attend"]
 
@@ -178,11 +179,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     ctx.rule = inputs[_NUM_TENSORS:]
     ctx.wanted = [x is not None and x.requires_grad for x in inputs[:5]]
     out, wide, stats, weights = output
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], out if out.dtype == stats.dtype else wide, stats, weights)
+    save_tensors(ctx, (*inputs[:_NUM_TENSORS], out if out.dtype == stats.dtype else wide, stats, weights))
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, wide, stats, weights = ctx.saved_tensors
+    *inputs, wide, stats, weights = saved_tensors(ctx)
     of_out, _, of_log_sum, of_weights = grads
     asked = of_out, of_log_sum, of_weights if ctx.rule[2][2] != "False" else None
     found = iter(
@@ -201,4 +202,9 @@ for _name, _function, _of_shapes in (
     for _device in ("CPU", "CUDA"):
         library.impl(_name, _function, _device)
     torch.library.register_fake(f"gattn::{_name}", _of_shapes, lib=library)
+register("tiles", lambda *given: tiles.flops(*_given(given)[:2]))
+register(
+    "tiles_backward",
+    lambda *given: tiles.flops(*_given([*given[:_NUM_TENSORS], *given[-4:-1]])[:2], is_backward=True),
+)
 _operator = Differentiated("tiles", _compute, _save, _differentiate)

@@ -15,8 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +34,11 @@ from gattn.ops.backends.dense.tile_rules import DIMS, Element, Inputs, Rule, che
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.backends.triton.forms import is_installed
 from gattn.ops.call import compute_dtype
-from gattn.ops.differentiated import are_plain, has_gradient
+from gattn.ops.differentiated import are_plain, has_gradient, saved_tensors
 from gattn.ops.dropout import keep_mask_of_pairs
+from gattn.ops.flops import count_tiles, of_pairs
 from gattn.processor import instructions
-from gattn.torch_private import apply_of, is_batched, is_exporting, is_traced, resolved
+from gattn.torch_private import apply_of, is_batched, is_counted, is_exporting, is_traced, num_modes, resolved
 
 __all__ = [
     "LAWS",
@@ -42,6 +46,7 @@ __all__ = [
     "Rule",
     "attend",
     "backward",
+    "flops",
     "forward",
     "is_served",
     "outruns_pytorch",
@@ -86,7 +91,7 @@ def refuses(tensors: Sequence[Tensor | None], law: Law) -> str | None:
         return reason
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value are of several types"
-    if is_traced():
+    if is_traced() and not is_counted():
         is_compiled = torch.compiler.is_compiling() and not is_exporting()
         return None if is_compiled else "the program that is recorded runs without gattn"
     if query.numel() * key.numel() == 0 or (value.numel() == 0 and value.size(-1) > 0):
@@ -206,6 +211,8 @@ def forward(inputs: Inputs, rule: Rule, num_weights: int, keeps: bool) -> tuple[
         stats.fill_(-torch.inf if rule.law.name == "softmax" else 0.0)
     wide = torch.zeros_like(out, dtype=compute) if value.dtype != compute and keeps else None
     call.forward(out, wide, stats)
+    if num_modes():
+        count_tiles(out, lambda: flops(inputs, rule))
     weights = None
     if rule.weights:
         whole = sum(e.num_targets * e.num_sources for e in rule.elements) * heads == num_weights
@@ -247,6 +254,8 @@ def backward(
         is_listed = rule.bias == "listed"  # whose numbers come one head after another
         grad_bias = bias.new_zeros(bias.shape[::-1]).t() if is_listed else bias.new_zeros(bias.shape)
     of_nodes, grad_bias = _call_of(inputs, rule, grad_bias).backward(grad, delta, stats, grad_weights)
+    if num_modes():
+        count_tiles(grad, lambda: flops(inputs, rule, is_backward=True))
     of_sink = None
     if sink is not None and wanted[4]:
         shares_of_sink = (sink - stats).exp().masked_fill(stats == -torch.inf, 0.0)
@@ -254,11 +263,35 @@ def backward(
     return [*[g.to(inputs.value.dtype) for g in of_nodes], grad_bias, of_sink]
 
 
+def flops(inputs: Inputs, rule: Rule, is_backward: bool = False) -> int:
+    """How many operations a pass takes; see `gattn.ops.flops`."""
+    heads = inputs.query.size(-2)
+    if rule.block and inputs.mask is not None:
+        of_heads = heads // inputs.mask.size(1) * len(rule.elements) // inputs.mask.size(0)
+        pairs = int((inputs.mask >= 0).sum()) * rule.block**2 * of_heads
+    else:
+        pairs = heads * sum(_num_visible(element, rule) for element in rule.elements)
+    return of_pairs(pairs, inputs.query.size(-1), inputs.value.size(-1), is_backward)
+
+
+def _num_visible(element: Element, rule: Rule) -> int:
+    """How many pairs of an element the window leaves."""
+    n, m = element.num_targets, element.num_sources
+    if rule.left is None and rule.right is None:
+        return n * m
+    place = np.arange(n) + element.offset
+    first = 0 if rule.left is None else np.maximum(place - rule.left, 0)
+    last = m - 1 if rule.right is None else np.minimum(place + rule.right, m - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, num_weights: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         out, wide, stats, weights = forward(Inputs(*tensors), rule, num_weights, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*tensors, wide, stats, weights)
+        saved = *tensors, wide, stats, weights
+        ctx.are_there = tuple(map(is_not, saved, repeat(None)))  # save_tensors(), without its frame
+        ctx.save_for_backward(*compress(saved, ctx.are_there))
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         if rule.log_sum and rule.law.name != "softmax":
@@ -267,9 +300,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, wide, stats, weights = ctx.saved_tensors
+        *tensors, wide, stats, weights = saved_tensors(ctx)
         inputs, wanted = Inputs(*tensors), ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads):
+        is_plain = not torch.is_grad_enabled()
+        for x in grads:  # without the frames of any()
+            is_plain = is_plain and (x is None or not is_batched(x))
+        if not is_plain:
             found = _differentiate_twice(inputs, ctx.rule, grads, wanted)
         else:
             found = backward(inputs, ctx.rule, (wide, stats, weights), grads, wanted)
