@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gattn
 from gattn import CompleteGraph, attend
+from gattn.graphs import BlockGraph
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tile_operator
 from gattn.ops.backends.dense.tile_rules import Rule
@@ -30,6 +31,8 @@ def pairs_within(before, after):
 
 LIST = random_edge_index(M, N, E)
 SQUARE = random_edge_index(N, N, E)
+BLOCKS = torch.zeros(N // 5, M // 5, dtype=torch.bool)
+BLOCKS[0, 1] = BLOCKS[2, 0] = BLOCKS[2, 2] = True
 CALLS = {  # the pairs, the channels of scores, and the call
     "list": (E, C, lambda q, k, v: attend(q, k, v, LIST)),
     "list, batched": (2 * E, C, lambda q, k, v: attend(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), LIST)),
@@ -59,6 +62,7 @@ CALLS = {  # the pairs, the channels of scores, and the call
             *(x.expand(2, -1, -1, -1) for x in (q, k, v)), CompleteGraph(N, M, source_lengths=torch.tensor([5, 20]))
         ),
     ),
+    "blocks": (3 * 25, C, lambda q, k, v: attend(q, k, v, BlockGraph(BLOCKS, 5, N, M))),
     "packed": (10 * 5 + 20 * 15, C, lambda q, k, v: attend(q, k, v, CompleteGraph.packed([10, 20], [5, 15]))),
 }
 
