@@ -16,6 +16,7 @@ from gattn.graphs import Graph, GraphLike, as_graph
 
 __all__ = ["Swap", "graph", "swapped"]
 
+
 class Swap:
     """What one block of `graph` puts under a model.
 
