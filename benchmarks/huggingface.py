@@ -42,7 +42,7 @@ PEERS = {"gattn": "gattn", "sdpa": "sdpa", "eager": "eager", "flex": "flex_atten
 FORWARD = "forward"
 """The kind of reference for what cannot be trained."""
 
-WIDTH = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+WIDTH: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 WIDTH |= {"intermediate_size": 1024, "initializer_range": 0.1, "max_position_embeddings": 20_000}
 GROUPED = {**WIDTH, "num_key_value_heads": 4, "head_dim": 32}
 BERT = {**WIDTH, "max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -191,7 +191,7 @@ class Case(Measurement):
         if peer == "flex":
             return Computation(call, {}, torch.empty(0), unpack), lambda: None
         grad = torch.randn(*tokens.shape, task.config["vocab_size"], generator=generator).to(dtype)
-        leaves = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        leaves: dict[str, Tensor] = {name: x for name, x in model.named_parameters() if x.requires_grad}
         computation = Computation(call, leaves, grad * is_token.unsqueeze(-1), unpack)
         return computation, step_of(model, given, labels)
 

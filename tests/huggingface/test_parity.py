@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from tests.huggingface.models import CHECKS, EXPLAINED, TABLE, cell, has, models, without_registry
 
