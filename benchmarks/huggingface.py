@@ -43,7 +43,7 @@ FORWARD = "forward"
 """The kind of reference for what cannot be trained."""
 
 WIDTH: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-WIDTH |= {"intermediate_size": 1024, "initializer_range": 0.1, "max_position_embeddings": 20_000}
+WIDTH |= {"intermediate_size": 1024, "max_position_embeddings": 20_000, "initializer_range": 0.1}
 GROUPED = {**WIDTH, "num_key_value_heads": 4, "head_dim": 32}
 BERT = {**WIDTH, "max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}

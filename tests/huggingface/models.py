@@ -300,10 +300,10 @@ EXPLAINED = {
 
 #: Why layers of models do not ask the registry.
 REASONS = {
-    "table": 'choose their layers from a table of their own by the implementation\'s name, of which `"gattn"` is none: '
-    "`KeyError`. Load them with another implementation",
-    "own": "have attention of their own (disentangled, by blocks of the text, with ALiBi or another formula) and keep it, "
-    "whatever implementation is named; gattn warns of it where it is asked for a mask",
+    "table": 'look the implementation\'s name up in a table of their own, which lacks `"gattn"`: a `KeyError`. Load them '
+    "with another one",
+    "own": "have attention of their own (disentangled, by blocks of the text, with ALiBi or another formula) and keep "
+    "it, whatever implementation is named; gattn warns of it where it is asked for a mask",
     "library": "come from timm, whose layers `transformers` does not change",
     "some": "run on gattn except for some layers of a kind of their own, such as deformable or block-sparse ones",
 }

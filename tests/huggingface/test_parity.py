@@ -14,7 +14,7 @@ from tests.huggingface.models import CHECKS, EXPLAINED, TABLE, cell, has, models
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
 CELLS = [(name, check) for name in TABLE for check in CHECKS if has(name, check) and (name, check) not in EXPLAINED]
-SECONDS = 60
+SECONDS = 30
 
 
 @pytest.mark.slow
