@@ -47,7 +47,7 @@ WIDTH |= {"intermediate_size": 1024, "max_position_embeddings": 20_000, "initial
 GROUPED = {**WIDTH, "num_key_value_heads": 4, "head_dim": 32}
 BERT = {**WIDTH, "max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-T5 = {"vocab_size": 1000, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
+T5: dict[str, Any] = {"vocab_size": 1000, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}  # both are used: rounding must not choose one
 
