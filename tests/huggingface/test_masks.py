@@ -17,9 +17,9 @@ import transformers
 from transformers import masking_utils
 
 import gattn
-from gattn.huggingface import IGNORED, GraphMask, attention, graph, masks
+from gattn.huggingface import IGNORED, GraphMask, attention, graph, masks, positions
 from gattn.testing import assert_as_exact_as
-from tests.huggingface.models import compared, exact, inputs, models, run
+from tests.huggingface.models import exact, inputs, models, run
 
 pytestmark = pytest.mark.huggingface
 N = 12
@@ -372,19 +372,19 @@ def test_types_of_half_precision():
     assert_as_exact_as(found, plainly(*half, mask.dense()) * (exactly != 0), exactly)
 
 
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_t5_counts_the_tokens_before():
-    """A cache changes no distance."""
-    (given, _), model = inputs("t5", "left"), models("t5")[1]
-    text, written = given.pop("decoder_input_ids"), {}
-    with torch.no_grad():
-        expected = model(**given, decoder_input_ids=text).logits
-        for part in text.split((6, 4, 1), 1):
-            written = model(**given, **written, decoder_input_ids=part, use_cache=True)
-            torch.testing.assert_close(written.logits, expected[:, : part.size(1)])
-            expected = expected[:, part.size(1) :]
-            written = {"past_key_values": written.past_key_values}
-    compared("t5", "left")
+    """The bias of distances is the tensor of all pairs, with a cache, too."""
+    layer = models("t5")[1].decoder.block[0].layer[0].SelfAttention
+    positions.keep_distances("t5")
+    compute = type(layer).compute_bias.__wrapped__
+    query, key, value = (torch.randn(1, length, 4, 8).double() for length in (3, 8, 8))
+    for past in (5, torch.tensor(5)):
+        bias = positions.PositionBias(layer, compute, (3, 8), past)
+        found, expected = (
+            gattn.attend(query, key, value, gattn.CompleteGraph(3, 8, causal=True), bias=each)
+            for each in (bias.bias(), bias.tensor())
+        )
+        torch.testing.assert_close(found, expected)
 
 
 def test_t5_has_no_tensor_of_all_pairs(monkeypatch):
