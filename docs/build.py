@@ -173,6 +173,11 @@ def stage(folder: Path, explorers: Path | None = None) -> None:
             text = f"---\norphan: true\n---\n\n# {relative.parent.name}: {relative.stem}\n\n{text}"
         texts[relative] = text
 
+    if importlib.util.find_spec("transformers") is None:  # without which the module cannot be imported
+        missing = (
+            "# Hugging Face models\n\nThis page was built without `transformers`, which `gattn.huggingface` needs.\n"
+        )
+        texts[Path("docs/reference/huggingface.md")] = missing
     interactive = embedded(sorted(explorers.glob("*.html")) if explorers else [])
     contents = "```{toctree}\n:hidden:\n\ndocs/explorers\n```" if interactive else ""
     texts[Path("index.md")] = texts.pop(Path("docs/index.md")).replace("<!-- explorers -->", contents)

@@ -107,6 +107,9 @@ SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgfo
 GCN, LPFORMER, PAIR_BIAS = "gattn/nn/graph/gcn_conv.py", "gattn/models/lpformer.py", "gattn/pair_bias.py"
 BLOCKS, PAIR_LAYERS = (f"gattn/nn/transformers/{name}.py" for name in ("graph_blocks", "pair_layers"))
 BLOCK_LISTS = "gattn/graphs/block_lists.py"
+MASKS, FUNCTION, POSITIONS, SWAPPED = (
+    f"gattn/huggingface/{name}.py" for name in ("masks", "function", "positions", "swapped")
+)
 DENSE_INIT, DISPATCH = "gattn/ops/backends/dense/__init__.py", f"{KERNELS}/dispatch.cpp"
 
 #: The tests that should notice a mutation, in the order in which they run.
@@ -119,6 +122,7 @@ TESTS = {
     ],
     DISPATCH: ["tests/ops/test_cpu.py"],
     BLOCK_LISTS: ["tests/test_block_graph.py"],
+    **{file: ["tests/huggingface/test_masks.py"] for file in (MASKS, FUNCTION, POSITIONS, SWAPPED)},
     RADIAL: ["tests/ops/test_radial.py"],
     RADIAL_CALLS: ["tests/ops/test_radial.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
@@ -227,6 +231,23 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
+    Mutation("a window sees a token more", MASKS, 'Pattern(«window - 1 → window», None) if kind == "before"'),
+    Mutation("chunks are a token longer", MASKS, 'position.div(«size → size + 1», rounding_mode="floor")'),
+    Mutation("chunks begin in the padding", MASKS, "is None else position - «padding → 0 * padding»[:, None]"),
+    Mutation(
+        "missing padding is on the left",
+        MASKS,
+        "F.pad(padding, «(0, max(end - padding.shape[-1], 0)) → (max(end - padding.shape[-1], 0), 0)»)",
+    ),
+    Mutation("slots that are not written are seen", MASKS, "m = «min(m, n + offset) → m»  # a static cache"),
+    Mutation("packed texts see each other", MASKS, 'texts=«(cells["packed_sequence_mask"],) → ()»'),
+    Mutation("models have no soft caps", FUNCTION, "s_aux.reshape(-1), «softcap → None»)"),
+    Mutation("models have no sinks", FUNCTION, "Softmax(«None if s_aux is None else s_aux.reshape(-1) → None»,"),
+    Mutation("products have the usual scale", FUNCTION, '"score": DotScore(«scaling → None»)'),
+    Mutation("heads are not scaled", FUNCTION, "return out if head_mask is «None → head_mask» else"),
+    Mutation("a target's sink takes nothing", FUNCTION, "out = out * «part.unsqueeze(-1) → 1»"),
+    Mutation("distances begin with the text", POSITIONS, "first = -(«past → 0» + n - 1)"),
+    Mutation("only the other layers have the graph", SWAPPED, "number «not in → in» self.layers:"),
     # ----------------------------------------------------------------------------------------------- channels and edges
     Mutation(
         "a last channel alone is skipped",

@@ -3,6 +3,7 @@
 `python -m tests.huggingface.models` runs all of it, and writes `docs/huggingface_models.md`.
 """
 
+import ast
 import contextlib
 import copy
 import functools
@@ -297,15 +298,39 @@ EXPLAINED = {
 }
 
 
+#: Why layers of models do not ask the registry.
+REASONS = {
+    "table": 'look the implementation\'s name up in a table of their own, which lacks `"gattn"`: a `KeyError`. Load '
+    "them with another one",
+    "own": "have attention of their own (disentangled, by blocks of the text, with ALiBi or another formula) and keep "
+    "it, whatever implementation is named; gattn warns of it where it is asked for a mask",
+    "library": "come from timm, whose layers `transformers` does not change",
+    "some": "run on gattn except for some layers of a kind of their own, such as deformable or block-sparse ones",
+}
+COMPUTES = r"[Ss]oftmax|scaled_dot_product|matmul|multi_head_attention|mra2_attention|cumulation|rwkv_linear"
+
+
+def attention_of_its_own(text):
+    """Whether a module defines layers that compute attention and do not ask the registry."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and "Attention" in node.name:
+            code, bases = ast.unparse(node), " ".join(map(ast.unparse, node.bases))
+            if "Module" in bases and re.search(COMPUTES, code) and "ALL_ATTENTION_FUNCTIONS" not in code:
+                yield node.name
+
+
 def without_registry():
-    """The models of transformers that have attention of their own and do not ask the registry, by what they do."""
-    folder, found = Path(transformers.__file__).parent / "models", []
-    for path in sorted(folder.iterdir()):
-        text = "".join(file.read_text() for file in path.glob("modeling_*.py"))
-        if "ALL_ATTENTION_FUNCTIONS" not in text and re.search(
-            r"softmax\([^)]*dim=-1|scaled_dot_product_attention", text
-        ):
-            found.append(path.name)
+    """The models of transformers of which layers do not ask the registry, by the reason."""
+    found = {reason: [] for reason in REASONS}
+    for path in sorted((Path(transformers.__file__).parent / "models").iterdir()):
+        text = "\n".join(file.read_text() for file in sorted(path.glob("modeling_*.py")))
+        own, asks = list(attention_of_its_own(text)), "ALL_ATTENTION_FUNCTIONS" in text
+        if re.search(r"_ATTENTION_CLASSES\[", text):
+            found["table"].append(path.name)
+        elif path.name.startswith("timm_"):
+            found["library"].append(path.name)
+        elif own:
+            found["some" if asks else "own"].append(path.name)
     return found
 
 
@@ -337,11 +362,12 @@ meaning for the model, and "no" is explained below.
 {table}
 
 {explained}
-## Models with attention of their own
+## Models that do not use the registry
 
-These do not ask transformers' registry for their attention, and keep it whatever implementation is named:
-{others}.
-"""
+They are found in transformers' sources, by classes that are named after attention, compute it, and do not ask for the
+registered function. Models without attention, and those that only combine others, are not named.
+
+{others}"""
 
 
 def write(cells):
@@ -350,7 +376,13 @@ def write(cells):
     rows = [header, ["---"] * len(header), *([name, TABLE[name].traits, *row] for name, row in cells.items())]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     reasons = "".join(f"- {name}, {check}: {reason}.\n" for (name, check), reason in EXPLAINED.items())
-    others = textwrap.fill(", ".join(without_registry()), 125, break_on_hyphens=False)
+    others = "".join(
+        textwrap.fill(
+            f"- These {REASONS[reason]}: {', '.join(names)}.", 125, subsequent_indent="  ", break_on_hyphens=False
+        )
+        + "\n"
+        for reason, names in without_registry().items()
+    )
     PAGE.write_text(TEXT.format(version=transformers.__version__, table=table, explained=reasons, others=others))
 
 

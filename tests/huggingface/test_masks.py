@@ -17,7 +17,7 @@ import transformers
 from transformers import masking_utils
 
 import gattn
-from gattn.huggingface import IGNORED, GraphMask, attention, graph, masks
+from gattn.huggingface import IGNORED, GraphMask, attention, graph, masks, positions
 from gattn.testing import assert_as_exact_as
 from tests.huggingface.models import exact, inputs, models, run
 
@@ -70,10 +70,11 @@ def drawn(texts=2, heads=4, groups=2, length=N, sources=None, dtype=torch.double
     return [x.requires_grad_() for x in (query, key, value)]
 
 
-def plainly(query, key, value, mask=None, bias=0.0, sinks=None):
+def plainly(query, key, value, mask=None, bias=0.0, sinks=None, softcap=None):
     """The same by matrices."""
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     logits = query @ key.transpose(2, 3) / key.size(-1) ** 0.5 + bias
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     logits = logits if mask is None else logits.masked_fill(~mask, -torch.inf)
     logits = logits if sinks is None else torch.cat([logits, sinks], -1)
     return (logits.softmax(-1)[..., : key.size(2)].nan_to_num() @ value).transpose(1, 2)
@@ -217,12 +218,10 @@ def test_arguments():
     of_text = torch.tensor([0] * 5 + [1] * 7)
     out = attention(layer, *one, None, cu_seq_lens_q=torch.tensor([0, 5, 12]), max_length_q=7)[0]
     same(out, plainly(*one, causal & (of_text[:, None] == of_text)), one)
-    scale = torch.tensor(0.3, dtype=torch.double, requires_grad=True)
-    same(
-        attention(layer, *tensors, None, scale)[0],
-        plainly(query * (scale * 6**0.5), key, value, causal),
-        [*tensors, scale],
-    )
+    same(attention(layer, *tensors, None, softcap=0.7)[0], plainly(*tensors, causal, softcap=0.7), tensors)
+    learnt = torch.tensor(0.3, dtype=torch.double, requires_grad=True)
+    for scale, leaves in ((0.3, tensors), (learnt, [*tensors, learnt])):
+        same(attention(layer, *tensors, None, scale)[0], plainly(query * (scale * 6**0.5), key, value, causal), leaves)
     with pytest.raises(ValueError, match="passes block_indices"):
         attention(layer, *tensors, None, block_indices=indices)
 
@@ -371,6 +370,21 @@ def test_types_of_half_precision():
     found = attention(Layer(), *half, mask)[0]
     assert found.dtype == torch.bfloat16
     assert_as_exact_as(found, plainly(*half, mask.dense()) * (exactly != 0), exactly)
+
+
+def test_t5_counts_the_tokens_before():
+    """The bias of distances is the tensor of all pairs, with a cache, too."""
+    layer = models("t5")[1].decoder.block[0].layer[0].SelfAttention
+    positions.keep_distances("t5")
+    compute = type(layer).compute_bias.__wrapped__
+    query, key, value = (torch.randn(1, length, 4, 8).double() for length in (3, 8, 8))
+    for past in (5, torch.tensor(5)):
+        bias = positions.PositionBias(layer, compute, (3, 8), past)
+        found, expected = (
+            gattn.attend(query, key, value, gattn.CompleteGraph(3, 8, causal=True), bias=each)
+            for each in (bias.bias(), bias.tensor())
+        )
+        torch.testing.assert_close(found, expected)
 
 
 def test_t5_has_no_tensor_of_all_pairs(monkeypatch):
