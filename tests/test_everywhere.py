@@ -260,6 +260,7 @@ CALLS = {
     "as_graph": lambda n: graphs.as_graph(edges(n)).resolve(n, n),
     "earlier_than": lambda n: graphs.earlier_than(randn(n), n + 1),
     "from_tables": tables,
+    "top_blocks BlockGraph": lambda n: attended(n, graphs.top_blocks(randn(n, 2, 3), randn(n, 2, 3), block=1, k=n + 1)),
     "expander": lambda n: graphs.expander(n, n + 1),
     "grid": lambda n: graphs.grid(n, n, radius=n + 1, batch_size=n),
     "k_hop": lambda n: graphs.k_hop(edges(n), n + 1, n, loop=True),

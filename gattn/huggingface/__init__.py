@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "gattn.huggingface needs transformers 4.53 or later, which has registries of attention functions and masks: "
-        "pip install 'gattn[huggingface]'."
+        "pip install transformers."
     ) from error
 
 from gattn.huggingface.function import IGNORED, attention

@@ -15,6 +15,7 @@ CASES = {
     "layer": (20, 12),
     "conv": (36, 12),
     "sequence": (80, 30),
+    "blocks": (30, 10),
     "edits": (30, 10),
     "sharded": (60, 20),
     "threads": (12, 6),
