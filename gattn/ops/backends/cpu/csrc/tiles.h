@@ -510,6 +510,9 @@ class TilePass {
       const int64_t end = next < row.last ? next : row.last, tile = tile_of(e, row.head, row.i / a.block, source / a.block);
       const uint8_t* mask = a.mask;
       if (mask != nullptr && tile >= 0) mask += (tile * a.block + row.i % a.block) * a.block + source % a.block;
+      if (mask != nullptr && tile >= 0)
+        for (; j + W <= end; j += W, mask += W)
+          store(logits + j, is_allowed(mask, 1, 0, W) ? load(logits + j) : splat<Vec<A>>(-A(INFINITY)));
       for (; j < end && (tile < 0 || mask != nullptr); ++j)
         if (tile < 0 || !*mask++) logits[j] = -A(INFINITY);
       j = end;
