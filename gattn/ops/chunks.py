@@ -15,7 +15,7 @@ __all__ = ["chunk_sizes", "recomputed"]
 _STEP = 4
 
 
-def chunk_sizes(total: int, largest: int) -> list[int]:
+def chunk_sizes(total: int, largest: int, step: int = _STEP) -> list[int]:
     """Sizes of parts of `total`, each a little smaller than the one before, and larger than half of `largest`.
 
     The memory of a part can be reused by the next: in glibc before 2.38, aligned memory never fits where exactly as
@@ -24,11 +24,12 @@ def chunk_sizes(total: int, largest: int) -> list[int]:
     Args:
         total: The size to divide.
         largest: The size of the first part.
+        step: How much smaller each part is than the one before; the smaller, the fewer parts need new memory.
     """
     sizes: list[int] = []
-    left, falls = total, max(largest // (2 * _STEP), 1)
+    left, falls = total, max(largest // (2 * step), 1)
     while left > 0:
-        sizes.append(min(largest - len(sizes) % falls * _STEP, left))
+        sizes.append(min(largest - len(sizes) % falls * step, left))
         left -= sizes[-1]
     return sizes
 

@@ -91,6 +91,7 @@ def test_second_derivatives(basis):
 
 def test_attention_calls_them_for_some_targets_at_a_time(monkeypatch):
     monkeypatch.setattr("gattn.ops.backends.dense._HELD", 4 * 4 * 40 * 2)
+    monkeypatch.setattr("gattn.ops.backends.dense._LEAST_HELD", 4)
     bias, position, x = RadialBias(2), torch.randn(40, 3), torch.randn(40, 2, 8)
     graph, calls = gattn.CompleteGraph(40), []
     expected = gattn.attend(x, x, x, graph, bias=bias(position).rows(0, 40))

@@ -299,7 +299,8 @@ def _in_parts(call: Call, front: torch.Size, may_fuse: bool) -> Result:
         return _computed(part, front, may_fuse).out
 
     held = call.value.size(0) * m * call.heads * bias.cost
-    counts, stop, outs = chunk_sizes(n, max(_HELD // max(held, 1), 1)), 0, []
+    largest = max(_HELD // max(held, 1), _LEAST_HELD // bias.cost, 1)
+    counts, stop, outs = chunk_sizes(n, largest, step=1), 0, []
     keeps = not torch.is_grad_enabled() or len(counts) == 1
     reads = [query, key, call.value, call.mask, *call.bias.tensors()]
     for count in counts:
@@ -323,8 +324,9 @@ def _masked(call: Call) -> Call:
     return call._replace(graph=whole, mask=matrices.both(call.mask, together))
 
 
-#: So many numbers of a bias are evaluated at a time.
-_HELD = 2**24
+#: So many numbers of a bias are evaluated at a time, but those of at least so many targets: to read all keys for fewer
+#: takes longer than the attention.
+_HELD, _LEAST_HELD = 2**23, 256
 
 #: What calls that have plans do not have.
 _MORE = itemgetter(*(PLACES[x] for x in GIVEN if x not in ("query", "key", "value", "bias", "mask")))
