@@ -90,6 +90,7 @@ def test_on_every_graph(name, kind):
 def test_other_sources_and_many_parts(causal, monkeypatch):
     """Some targets at a time, of which the first see nothing in a causal graph with fewer sources."""
     monkeypatch.setattr("gattn.ops.backends.dense._HELD", 1)
+    monkeypatch.setattr("gattn.ops.backends.dense._LEAST_HELD", 1)
     n, m, module = 80, 70, MODULES["gaussian"]()
     query, key, value = (torch.randn(size, H, C, requires_grad=True) for size in (n, m, m))
     x, y = torch.randn(n, S, requires_grad=True), torch.randn(m, S, requires_grad=True)
