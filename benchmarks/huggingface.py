@@ -48,7 +48,7 @@ GROUPED = {**WIDTH, "num_key_value_heads": 4, "head_dim": 32}
 BERT = {**WIDTH, "max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 T5: dict[str, Any] = {"vocab_size": 1000, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
-T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}  # smooth, for gradients
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}  # both are used: rounding must not choose one
 
 
