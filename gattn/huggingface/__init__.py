@@ -24,11 +24,11 @@ except ImportError as error:
         "pip install transformers."
     ) from error
 
-from gattn.huggingface.function import IGNORED, attention
+from gattn.huggingface.function import attention
 from gattn.huggingface.masks import GraphMask, graph_mask
 from gattn.huggingface.swapped import graph
 
-__all__ = ["IGNORED", "GraphMask", "attention", "graph", "graph_mask"]
+__all__ = ["GraphMask", "attention", "graph", "graph_mask"]
 
 AttentionInterface.register("gattn", attention)
 AttentionMaskInterface.register("gattn", graph_mask)

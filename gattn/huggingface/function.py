@@ -66,7 +66,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
-    position_bias: Tensor | PositionBias | None = None,
+    position_bias: Any = None,
     sliding_window: int | None = None,
     head_mask: Tensor | None = None,
     indices: Tensor | None = None,

@@ -16,7 +16,8 @@ import transformers
 from transformers import masking_utils
 
 import gattn
-from gattn.huggingface import IGNORED, GraphMask, attention, graph, masks, positions
+from gattn.huggingface import GraphMask, attention, graph, masks, positions
+from gattn.huggingface.function import IGNORED
 from gattn.testing import assert_as_exact_as
 from tests.huggingface.models import exact, inputs, models, run
 
