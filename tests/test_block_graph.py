@@ -5,6 +5,7 @@ import torch
 
 import gattn
 from gattn.graphs import BlockGraph, SparseGraph, top_blocks
+from tests.nn.largest_tensor import LargestTensor
 
 H, C = 2, 5
 
@@ -209,3 +210,20 @@ def test_no_list_of_edges(monkeypatch):
     graph = top_blocks(x[0], x[1], k=16)
     gattn.attend(*x, graph).sum().backward()
     assert all(t.grad.isfinite().all() for t in x)
+
+
+@pytest.mark.parametrize("front", [(), (H,)])
+def test_compiled_whole(front):
+    graph, x = blocks(front, 16, 60, 60, 0.5, causal=True), nodes((), 60, 60)
+    compiled = torch.compile(lambda *t: gattn.attend(*t, graph), fullgraph=True)
+    results = [(out, *torch.autograd.grad(out.sin().sum(), x)) for out in (compiled(*x), gattn.attend(*x, graph))]
+    torch.testing.assert_close(*results)
+
+
+def test_its_list_of_edges_needs_no_matrix():
+    listed = torch.eye(1000, dtype=torch.bool)
+    graph = BlockGraph(listed, 8, 8000)
+    with LargestTensor() as largest:
+        assert graph.edge_index.shape == (2, 8 * 8000)
+        assert graph.filled == 1.0
+    assert largest.numel < 8000**2 / 4

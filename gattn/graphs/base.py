@@ -244,6 +244,15 @@ class Graph(ABC):
         """
         return self._as_list(device).resolve(num_sources, num_targets, batch, device)
 
+    def _check_sizes(self, name: str, num_sources: int, num_targets: int | None) -> None:
+        """Raises `ValueError` unless a graph of known sizes has those of the features."""
+        given = self.num_targets if num_targets is None else num_targets
+        if (self.num_targets, self.num_sources) != (given, num_sources):
+            raise InputError(
+                f"the {name} has {self.num_targets} targets and {self.num_sources} sources, but query has {given} rows "
+                f"and key and value have {num_sources}."
+            )
+
     def fetch(
         self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None
     ) -> tuple[Graph, Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -90,7 +90,7 @@ class BlockGraph(Graph):
         """The graph of these edges and no others, whose blocks have holes.
 
         Tiles take less time than a list of the same edges if these fill a good part of them, as after
-        `gattn.graphs.reorder` in a mesh; see `filled`.
+        `gattn.graphs.reorder` in a mesh: from about half of their pairs on, see `filled`.
 
         Args:
             edges: The edges, in any form that `gattn.attend` takes, none of them twice.
@@ -141,25 +141,31 @@ class BlockGraph(Graph):
 
     @property
     def filled(self) -> float:
-        """The share of the listed tiles' pairs that are edges."""
+        """The share of the listed tiles' pairs that are edges, of any head or element of a batch."""
         sizes = [_sizes(nodes, self.block, self.tiles.device) for nodes in (self.num_targets, self.num_sources)]
-        pairs = (self.tiles >= 0) * sizes[0].unsqueeze(1) * sizes[1]
-        return float(self._seen().sum() / pairs.sum().clamp_min(1))
+        pairs = self._are_listed() * sizes[0].unsqueeze(1) * sizes[1]
+        return float(self.num_edges / pairs.sum().clamp_min(1))
 
     @property
     def edge_index(self) -> Tensor:
         """All edges of any head or element of a batch, `[2, E]`, sources above targets, target by target."""
         if self._listed_edges is None:
-            target, source = self._seen().flatten(0, -3).any(0).nonzero().unbind(1)
-            self._listed_edges = torch.stack([source, target])
+            rows, columns = self._are_listed().nonzero().unbind(1)
+            place = torch.arange(self.block, device=self.tiles.device)
+            target = (rows.view(-1, 1, 1) * self.block + place.unsqueeze(1)).expand(-1, -1, self.block)
+            source = (columns.view(-1, 1, 1) * self.block + place).expand(-1, self.block, -1)
+            seen = (target < self.num_targets) & (source < self.num_sources)
+            tile = self.tiles[rows, columns].view(-1, 1, 1) if not self.has_heads else torch.zeros_like(target)
+            seen &= self._sees(tile, target, source)
+            target, source = target[seen], source[seen]
+            order = (target * max(self.num_sources, 1) + source).argsort()
+            self._listed_edges = torch.stack([source[order], target[order]])
         return self._listed_edges
 
-    def _seen(self) -> Tensor:
-        """Which targets see which sources, `[..., N, M]`, at least three dimensions."""
-        target = torch.arange(self.num_targets, device=self.tiles.device).unsqueeze(1)
-        source = torch.arange(self.num_sources, device=self.tiles.device)
+    def _are_listed(self) -> Tensor:
+        """Which blocks any head or element of a batch attends to, `[n, m]`."""
         tiles = self.tiles if self.has_heads else self.tiles.unsqueeze(0)
-        return self._sees(tiles[..., target // self.block, source // self.block], target, source)
+        return (tiles >= 0).flatten(0, -3).any(0)
 
     def _sees(self, tile: Tensor, target: Tensor, source: Tensor) -> Tensor:
         """Which of these pairs are edges, given their tiles."""
@@ -189,12 +195,7 @@ class BlockGraph(Graph):
         device: torch.device | None = None,
     ) -> BlockGraph:
         """See `Graph.resolve`."""
-        given = self.num_targets if num_targets is None else num_targets
-        if (self.num_targets, self.num_sources) != (given, num_sources):
-            raise InputError(
-                f"the BlockGraph has {self.num_targets} targets and {self.num_sources} sources, but query has {given} "
-                f"rows and key and value have {num_sources}."
-            )
+        self._check_sizes("BlockGraph", num_sources, num_targets)
         front = self.tiles.shape[:-3]
         if batch is not None and (
             len(front) > len(batch)

@@ -282,12 +282,7 @@ class CompleteGraph(Graph):
         device: torch.device | None = None,
     ) -> CompleteGraph:
         """See `Graph.resolve`."""
-        given = self.num_targets if num_targets is None else num_targets
-        if (self.num_targets, self.num_sources) != (given, num_sources):
-            raise InputError(
-                f"the CompleteGraph has {self.num_targets} targets and {self.num_sources} sources, but query has "
-                f"{given} rows and key and value have {num_sources}."
-            )
+        self._check_sizes("CompleteGraph", num_sources, num_targets)
         for lengths in (self.source_lengths, self.target_lengths):
             if batch is not None and lengths is not None and lengths.shape != batch:
                 raise InputError(

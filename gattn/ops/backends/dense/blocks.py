@@ -14,6 +14,7 @@ from gattn.ops.backends.dense.dot_products import is_for_tiles, rule_of, with_on
 from gattn.ops.backends.dense.tile_rules import elements_for_tiles
 from gattn.ops.call import Call, Result
 from gattn.ops.operator import sink_of
+from gattn.torch_private import is_traced
 
 __all__ = ["attend", "refuses"]
 
@@ -25,6 +26,8 @@ def refuses(call: Call) -> str | None:
         return "edge, edge_value, bias and mask have one entry per edge"
     if call.weights:
         return "weights are returned for each edge"
+    if is_traced():
+        return "compiled code has no tiles of blocks"
     if call.value.device.type != "cpu" or call.query is None or not is_for_tiles(call) or is_autocast(call.value):
         return "it computes dot products with a softmax or a gate on CPUs"
     if graph.has_heads and graph.tiles.size(-3) not in (1, call.heads):
