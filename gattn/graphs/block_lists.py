@@ -28,7 +28,7 @@ class BlockGraph(Graph):
 
     On CPUs, dot products with a softmax or a gate visit the listed pairs of blocks alone, forward and backward, tile by
     tile, without a list of edges. Other calls (other scores, terms of edges, returned weights, GPUs, compiled code) are
-    computed on the list of all edges, :attr:`edge_index`.
+    computed on the list of all edges, :attr:`edge_index`; with blocks for each head, list them once before compiling.
 
     `BigBird <https://arxiv.org/abs/2007.14062>`_ and `Longformer <https://arxiv.org/abs/2004.05150>`_ choose blocks by
     a rule, and `gattn.graphs.top_blocks` chooses them by scores.
